@@ -1,0 +1,1 @@
+"""opacus_reconbound."""
