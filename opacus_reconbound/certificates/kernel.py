@@ -1,0 +1,185 @@
+"""Sums of Gaussian kernels over all pairs of records, in tiles: the hot loop of the replica certificate.
+
+For temperatures ε the kernels are k_ε(x, y) = exp(−c(x, y)/ε) with c = ‖x − y‖²/2. Distances are computed once for
+all temperatures; where 2ε is a temperature too, k_ε is the square of k_2ε. Nothing grows as the number of pairs.
+
+Arithmetic. Distances are float32 with inner products summed in pieces of at most 256 terms, so that each cost is
+within ``cost_error`` of the exact one; kernels and sums within a tile are float32, sums over tiles float64, together
+within a relative ``SUM_ERROR``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["SUM_ERROR", "KernelLadder", "cost_error", "log_kernel_means", "pair_sums", "strict_float32"]
+
+Progress = Callable[[int, int], None]
+
+# exp and its argument (87 + 16) u, at most five squarings 32·2 u, a tile's sum 512 u, the weights u; u = 2^-24
+SUM_ERROR = 1e-4
+_UNIT_ROUNDOFF = 2.0**-24
+_PIECE = 256
+_TILE = 512
+
+
+@contextmanager
+def strict_float32() -> Iterator[None]:
+    """Full float32 products, whatever the process has set (TF32 and bfloat16 shortcuts would break the bound)."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def cost_error(dimension: int, largest_square_norm: float) -> float:
+    """Upper bound on |computed c − exact c| for vectors of at most this squared norm (Higham 2002, section 3.1).
+
+    A piece of p terms is within p u ‖x‖‖y‖; adding the pieces and the two half norms adds at most one unit each and
+    six more.
+    """
+    pieces = -(-dimension // _PIECE)
+    terms = min(dimension, _PIECE) + pieces + 6
+    return 1.01 * terms * _UNIT_ROUNDOFF * largest_square_norm
+
+
+@dataclass(frozen=True)
+class KernelLadder:
+    """How to get the kernels of all temperatures from few exponentials.
+
+    Attributes:
+        temperatures: ε, distinct, in decreasing order.
+        parents: for each, the position of 2ε whose square it is, or None for an exponential of its own.
+    """
+
+    temperatures: tuple[float, ...]
+    parents: tuple[int | None, ...]
+
+    @classmethod
+    def plan(cls, temperatures: Sequence[float]) -> KernelLadder:
+        """Order the temperatures and find the halvings; chains have at most five squarings."""
+        ordered = tuple(sorted(set(temperatures), reverse=True))
+        parents: list[int | None] = []
+        depth: list[int] = []
+        for epsilon in ordered:
+            twice = [i for i, other in enumerate(ordered) if abs(other / (2.0 * epsilon) - 1.0) < 1e-14]
+            parent = twice[0] if twice and depth[twice[0]] < 5 else None
+            parents.append(parent)
+            depth.append(0 if parent is None else depth[parent] + 1)
+        return cls(ordered, tuple(parents))
+
+    def kernels(self, cost: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (position, kernel) chain by chain; a yielded tensor is overwritten when the next one is asked for."""
+        children = {parent: i for i, parent in enumerate(self.parents) if parent is not None}
+        buffer = torch.empty_like(cost)
+        for root, parent in enumerate(self.parents):
+            if parent is not None:
+                continue
+            torch.mul(cost, -1.0 / self.temperatures[root], out=buffer)
+            buffer.exp_()
+            yield root, buffer
+            position = root
+            while position in children:
+                position = children[position]
+                buffer.square_()
+                yield position, buffer
+
+
+def _costs(
+    x: torch.Tensor, y: torch.Tensor, half_x: torch.Tensor, half_y: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
+    """‖x − y‖²/2 for all pairs, float32, never negative."""
+    torch.add(half_x[:, None], half_y[None, :], out=out)
+    for start in range(0, x.shape[1], _PIECE):
+        out.addmm_(x[:, start : start + _PIECE], y[:, start : start + _PIECE].T, beta=1.0, alpha=-1.0)
+    return out.clamp_(min=0.0)
+
+
+def half_square_norms(z: torch.Tensor, chunk: int = 4096) -> torch.Tensor:
+    """‖z‖²/2 per row, in float64 arithmetic, rounded to float32."""
+    parts = [part.double().square().sum(dim=1) for part in z.split(chunk)]
+    return (0.5 * torch.cat(parts)).to(torch.float32)
+
+
+def pair_sums(
+    z: torch.Tensor, weights: torch.Tensor, ladder: KernelLadder, progress: Progress | None = None
+) -> torch.Tensor:
+    """S_gi = (1/n) Σ_{j≠i} w_gj exp(−‖z_i − z_j‖²/(2 ε_g)) for all temperatures in one sweep over tiles.
+
+    Args:
+        z: records, float32 (n, m).
+        weights: w >= 0, float32 (G, n), in the order of ``ladder.temperatures``.
+        ladder: the temperatures.
+        progress: told (tiles done, tiles in all).
+
+    Returns:
+        S, float64 (G, n).
+    """
+    n = len(z)
+    half = half_square_norms(z)
+    sums = torch.zeros(weights.shape, dtype=torch.float64, device=z.device)
+    starts = range(0, n, _TILE)
+    total = len(starts) * (len(starts) + 1) // 2
+    done = 0
+    with strict_float32():
+        for i in starts:
+            rows = slice(i, i + _TILE)
+            x, half_x, w_x = z[rows], half[rows], weights[:, rows]
+            for j in range(i, n, _TILE):
+                columns = slice(j, j + _TILE)
+                out = torch.empty((len(x), min(_TILE, n - j)), dtype=torch.float32, device=z.device)
+                cost = _costs(x, z[columns], half_x, half[columns], out)
+                if i == j:
+                    cost.fill_diagonal_(torch.inf)
+                for g, kernel in ladder.kernels(cost):
+                    sums[g, rows] += torch.mv(kernel, weights[g, columns])
+                    if i != j:
+                        sums[g, columns] += torch.mv(kernel.T, w_x[g])
+                done += 1
+                if progress is not None:
+                    progress(done, total)
+    return sums / n
+
+
+def log_kernel_means(
+    z: torch.Tensor,
+    points: torch.Tensor,
+    weights: torch.Tensor,
+    ladder: KernelLadder,
+    progress: Progress | None = None,
+    chunk: int = 512,
+) -> torch.Tensor:
+    """Ln (1/n) Σ_k w_gk exp(−‖z − p_k‖²/(2 ε_g)), in the log domain: finite however far z is from every point.
+
+    Args:
+        z: records, float32 (N, m).
+        points: p, float32 (n, m).
+        weights: w > 0, float32 (G, n).
+        ladder: the temperatures.
+        progress: told (records done, records in all).
+        chunk: records at a time.
+
+    Returns:
+        float64 (G, N).
+    """
+    half_z, half_p = half_square_norms(z), half_square_norms(points)
+    result = torch.empty((len(ladder.temperatures), len(z)), dtype=torch.float64, device=z.device)
+    with strict_float32():
+        for start in range(0, len(z), chunk):
+            rows = slice(start, start + chunk)
+            out = torch.empty((len(z[rows]), len(points)), dtype=torch.float32, device=z.device)
+            cost = _costs(z[rows], points, half_z[rows], half_p, out)
+            nearest = cost.min(dim=1, keepdim=True).values
+            cost -= nearest
+            for g, kernel in ladder.kernels(cost):
+                mean = torch.mv(kernel, weights[g]).double() / len(points)
+                result[g, rows] = mean.log() - nearest[:, 0].double() / ladder.temperatures[g]
+            if progress is not None:
+                progress(min(start + chunk, len(z)), len(z))
+    return result
