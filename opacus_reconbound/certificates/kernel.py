@@ -10,15 +10,15 @@ within a relative ``SUM_ERROR``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["SUM_ERROR", "KernelLadder", "cost_error", "log_kernel_means", "pair_sums", "strict_float32"]
+from opacus_reconbound.certificates.parallel import Counter, Progress, shared_out
 
-Progress = Callable[[int, int], None]
+__all__ = ["SUM_ERROR", "KernelLadder", "cost_error", "log_kernel_means", "pair_sums", "strict_float32"]
 
 # exp and its argument (87 + 16) u, at most five squarings 32·2 u, a tile's sum 512 u, the weights u; u = 2^-24
 SUM_ERROR = 1e-4
@@ -41,11 +41,11 @@ def strict_float32() -> Iterator[None]:
 def cost_error(dimension: int, largest_square_norm: float) -> float:
     """Upper bound on |computed c − exact c| for vectors of at most this squared norm (Higham 2002, section 3.1).
 
-    A piece of p terms is within p u ‖x‖‖y‖; adding the pieces and the two half norms adds at most one unit each and
-    six more.
+    A piece of p terms is within p u ‖x‖‖y‖; adding the pieces and the half norms adds a unit each, and the rounding of
+    the vectors themselves to float32 a few more.
     """
     pieces = -(-dimension // _PIECE)
-    terms = min(dimension, _PIECE) + pieces + 6
+    terms = min(dimension, _PIECE) + pieces + 16
     return 1.01 * terms * _UNIT_ROUNDOFF * largest_square_norm
 
 
@@ -91,11 +91,9 @@ class KernelLadder:
                 yield position, buffer
 
 
-def _costs(
-    x: torch.Tensor, y: torch.Tensor, half_x: torch.Tensor, half_y: torch.Tensor, out: torch.Tensor
-) -> torch.Tensor:
+def _costs(x: torch.Tensor, y: torch.Tensor, half_x: torch.Tensor, half_y: torch.Tensor) -> torch.Tensor:
     """‖x − y‖²/2 for all pairs, float32, never negative."""
-    torch.add(half_x[:, None], half_y[None, :], out=out)
+    out = half_x[:, None] + half_y[None, :]
     for start in range(0, x.shape[1], _PIECE):
         out.addmm_(x[:, start : start + _PIECE], y[:, start : start + _PIECE].T, beta=1.0, alpha=-1.0)
     return out.clamp_(min=0.0)
@@ -103,7 +101,7 @@ def _costs(
 
 def half_square_norms(z: torch.Tensor, chunk: int = 4096) -> torch.Tensor:
     """‖z‖²/2 per row, in float64 arithmetic, rounded to float32."""
-    parts = [part.double().square().sum(dim=1) for part in z.split(chunk)]
+    parts = [z[start : start + chunk].double().square().sum(dim=1) for start in range(0, len(z), chunk)]
     return (0.5 * torch.cat(parts)).to(torch.float32)
 
 
@@ -123,28 +121,29 @@ def pair_sums(
     """
     n = len(z)
     half = half_square_norms(z)
-    sums = torch.zeros(weights.shape, dtype=torch.float64, device=z.device)
-    starts = range(0, n, _TILE)
-    total = len(starts) * (len(starts) + 1) // 2
-    done = 0
-    with strict_float32():
-        for i in starts:
+    starts = list(range(0, n, _TILE))
+    counter = Counter(progress, len(starts) * (len(starts) + 1) // 2)
+
+    def sweep(rows_of_tiles: Sequence[int]) -> torch.Tensor:
+        sums = torch.zeros(weights.shape, dtype=torch.float64, device=z.device)
+        for i in rows_of_tiles:
             rows = slice(i, i + _TILE)
             x, half_x, w_x = z[rows], half[rows], weights[:, rows]
             for j in range(i, n, _TILE):
                 columns = slice(j, j + _TILE)
-                out = torch.empty((len(x), min(_TILE, n - j)), dtype=torch.float32, device=z.device)
-                cost = _costs(x, z[columns], half_x, half[columns], out)
+                cost = _costs(x, z[columns], half_x, half[columns])
                 if i == j:
                     cost.fill_diagonal_(torch.inf)
                 for g, kernel in ladder.kernels(cost):
                     sums[g, rows] += torch.mv(kernel, weights[g, columns])
                     if i != j:
                         sums[g, columns] += torch.mv(kernel.T, w_x[g])
-                done += 1
-                if progress is not None:
-                    progress(done, total)
-    return sums / n
+            counter.add(len(range(i, n, _TILE)))
+        return sums
+
+    with strict_float32():
+        parts = shared_out(sweep, starts, z.device)
+    return torch.stack(parts).sum(dim=0) / n
 
 
 def log_kernel_means(
@@ -153,7 +152,7 @@ def log_kernel_means(
     weights: torch.Tensor,
     ladder: KernelLadder,
     progress: Progress | None = None,
-    chunk: int = 512,
+    chunk: int = 256,
 ) -> torch.Tensor:
     """Ln (1/n) Σ_k w_gk exp(−‖z − p_k‖²/(2 ε_g)), in the log domain: finite however far z is from every point.
 
@@ -170,16 +169,19 @@ def log_kernel_means(
     """
     half_z, half_p = half_square_norms(z), half_square_norms(points)
     result = torch.empty((len(ladder.temperatures), len(z)), dtype=torch.float64, device=z.device)
-    with strict_float32():
-        for start in range(0, len(z), chunk):
+    counter = Counter(progress, len(z))
+
+    def evaluate(starts: Sequence[int]) -> None:
+        for start in starts:
             rows = slice(start, start + chunk)
-            out = torch.empty((len(z[rows]), len(points)), dtype=torch.float32, device=z.device)
-            cost = _costs(z[rows], points, half_z[rows], half_p, out)
+            cost = _costs(z[rows], points, half_z[rows], half_p)
             nearest = cost.min(dim=1, keepdim=True).values
             cost -= nearest
             for g, kernel in ladder.kernels(cost):
                 mean = torch.mv(kernel, weights[g]).double() / len(points)
                 result[g, rows] = mean.log() - nearest[:, 0].double() / ladder.temperatures[g]
-            if progress is not None:
-                progress(min(start + chunk, len(z)), len(z))
+            counter.add(len(cost))
+
+    with strict_float32():
+        shared_out(evaluate, list(range(0, len(z), chunk)), z.device)
     return result

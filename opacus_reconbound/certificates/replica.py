@@ -31,13 +31,13 @@ from opacus_reconbound.certificates.designs import ReplicaDesign
 from opacus_reconbound.certificates.kernel import (
     SUM_ERROR,
     KernelLadder,
-    Progress,
     cost_error,
     half_square_norms,
     log_kernel_means,
     pair_sums,
 )
 from opacus_reconbound.certificates.margins import empirical_bernstein, upper_tail
+from opacus_reconbound.certificates.parallel import Progress
 
 __all__ = [
     "DEFAULT_TEMPERATURES",
@@ -174,7 +174,7 @@ def replica_estimates(
     *,
     level: float,
     temperatures: Sequence[float] = DEFAULT_TEMPERATURES,
-    sweeps: int = 2,
+    sweeps: int = 3,
     progress: Progress | None = None,
 ) -> tuple[ReplicaEstimate, ...]:
     """The replica certificate, simultaneously for all temperatures with probability at least 1 − level.
@@ -246,9 +246,7 @@ def replica_designs(
     progress: Progress | None = None,
 ) -> tuple[ReplicaDesign, ...]:
     """The designs of ``replica_estimates``."""
-    estimates = replica_estimates(
-        reference, estimation, level=level, temperatures=temperatures, progress=progress
-    )
+    estimates = replica_estimates(reference, estimation, level=level, temperatures=temperatures, progress=progress)
     return tuple(estimate.design for estimate in estimates)
 
 

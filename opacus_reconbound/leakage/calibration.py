@@ -12,9 +12,7 @@ from opacus_reconbound.leakage.gaussian import realised_sample_rate, step_charge
 __all__ = ["noise_for_leakage", "steps_for_leakage"]
 
 
-def noise_for_leakage(
-    budget_bits: float, *, sample_rate: float, steps: int, relative_tolerance: float = 1e-6
-) -> float:
+def noise_for_leakage(budget_bits: float, *, sample_rate: float, steps: int, relative_tolerance: float = 1e-6) -> float:
     """The smallest noise multiplier at which ``steps`` steps leak at most ``budget_bits``.
 
     Bisection in log σ on the charged leakage, which falls with σ. The upper end of the bracket is returned: the

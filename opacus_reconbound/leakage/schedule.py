@@ -33,9 +33,7 @@ class Run:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sample_rate", _validate.sample_rate(self.sample_rate))
-        object.__setattr__(
-            self, "noise_multiplier", _validate.non_negative("noise_multiplier", self.noise_multiplier)
-        )
+        object.__setattr__(self, "noise_multiplier", _validate.non_negative("noise_multiplier", self.noise_multiplier))
         object.__setattr__(self, "steps", _validate.integer("steps", self.steps))
 
 
@@ -126,8 +124,7 @@ class Schedule:
                 runs.append(Run(q, sigma, steps))  # type: ignore[arg-type]
             except (TypeError, ValueError) as error:
                 raise InvalidValueError(
-                    f"Expected history[{index}] = (noise_multiplier, sample_rate, num_steps). "
-                    f"Found {entry!r}: {error}"
+                    f"Expected history[{index}] = (noise_multiplier, sample_rate, num_steps). Found {entry!r}: {error}"
                 ) from error
         return cls(tuple(runs))
 

@@ -1,0 +1,367 @@
+"""The certificate: how uncertain the records are, once and for all runs; a frozen, validated JSON file.
+
+Contract. A certificate documents everything that its numbers depend on. Fields are never given another meaning; a
+change of meaning raises ``schema_version``, and a reader refuses versions that it does not know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from opacus_reconbound import _validate
+from opacus_reconbound.certificates.designs import BlockDesign, Design, ReplicaDesign
+from opacus_reconbound.certificates.scale import TraceScale
+from opacus_reconbound.certificates.split import SampleSummary
+from opacus_reconbound.errors import CertificateError, FloorUnreachableError, InvalidValueError
+from opacus_reconbound.representations.base import RepresentationDescriptor
+
+__all__ = ["SCHEMA_VERSION", "ReconstructionBound", "SourceCertificate"]
+
+SCHEMA_VERSION = 1
+_FORMAT = "opacus_reconbound.certificate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReconstructionBound:
+    """What no attack can beat, on average over the source, at a given leakage.
+
+    Attributes:
+        leakage_bits: γ, the bits that the training trajectory carries about one record.
+        rho: ρ*, a lower bound on RMSE(attack)/RMSE(best guess without the model), in [0, 1].
+        mse: a lower bound on the expected squared error summed over the coordinates, in squared data units.
+        dimension: number of coordinates of the representation.
+        design: the converse that gives the bound.
+        confidence: probability, over the certificate's samples, that the bound holds.
+        normaliser: what ρ* is relative to, in words.
+        representation: the name of Ψ.
+        peak: the range of one coordinate, for PSNR.
+    """
+
+    leakage_bits: float
+    rho: float
+    mse: float
+    dimension: int
+    design: Design | None
+    confidence: float
+    normaliser: str
+    representation: str
+    peak: float | None = None
+
+    @property
+    def rmse(self) -> float:
+        """√mse: a lower bound on the root of the expected squared error, all coordinates together."""
+        return math.sqrt(self.mse)
+
+    @property
+    def rmse_per_coordinate(self) -> float:
+        """√(mse/m): the same for one coordinate (one pixel) on average."""
+        return math.sqrt(self.mse / self.dimension)
+
+    @property
+    def psnr(self) -> float | None:
+        """10 log10(peak² m/mse) in dB, an upper bound on any attack's PSNR; None unless Ψ is pixels."""
+        if self.peak is None:
+            return None
+        if self.mse <= 0.0:
+            return math.inf
+        return 10.0 * math.log10(self.peak * self.peak * self.dimension / self.mse)
+
+    def explain(self) -> str:
+        """The bound as a sentence, figures rounded to the safe side."""
+        rho = math.floor(self.rho * 1000.0) / 1000.0
+        bits = "infinitely many" if math.isinf(self.leakage_bits) else f"{_up(self.leakage_bits):g}"
+        if self.design is None or rho == 0.0:
+            return (
+                f"At {bits} bits of leakage this certificate guarantees nothing: a reconstruction of the "
+                f"{self.representation} may be as exact as one likes (ρ* = 0)."
+            )
+        text = (
+            f"With confidence {self.confidence:g}, every attack on the {self.representation} of a training record, at "
+            f"{bits} bits of leakage, has a root mean squared error of at least {rho:.3f} times that of the best guess "
+            f"without the model (ρ* relative to {self.normaliser}); that is at least "
+            f"{_down(self.rmse_per_coordinate):g} per coordinate"
+        )
+        if self.psnr is not None:
+            text += f", a PSNR of at most {math.ceil(self.psnr * 100) / 100:g} dB"
+        return text + ". It is an average over the source: a single record can be reconstructed better."
+
+
+def _up(value: float, digits: int = 4) -> float:
+    """Round up to a number of significant digits."""
+    return _round(value, digits, math.ceil)
+
+
+def _down(value: float, digits: int = 4) -> float:
+    """Round down to a number of significant digits."""
+    return _round(value, digits, math.floor)
+
+
+def _round(value: float, digits: int, towards: Any) -> float:
+    if value == 0.0 or not math.isfinite(value):
+        return value
+    places = digits - 1 - math.floor(math.log10(abs(value)))
+    return float(towards(value * 10.0**places) / 10.0**places)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceCertificate:
+    """How uncertain the records are in a representation: certified converses and all they depend on.
+
+    All designs hold simultaneously with probability at least 1 − α over the two samples.
+
+    Attributes:
+        designs: the converses; the bound is the largest at each leakage.
+        trace: the reference scale.
+        representation: what the certificate is about.
+        reference: D_perp, the sample that fixed everything chosen.
+        estimation: D_est, the disjoint sample that was measured.
+        alpha: probability that some design is above the truth.
+        alpha_split: how α is divided over kinds of designs.
+        seed: of everything random.
+        settings: the options that produced the designs, for the record.
+        assumptions: what the guarantee rests on.
+        library_version: that made the file.
+        schema_version: of the file's meaning.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    designs: tuple[Annotated[BlockDesign | ReplicaDesign, Field(discriminator="kind")], ...]
+    trace: TraceScale
+    representation: RepresentationDescriptor
+    reference: SampleSummary
+    estimation: SampleSummary
+    alpha: float
+    alpha_split: Mapping[str, float]
+    seed: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    assumptions: tuple[str, ...] = ()
+    library_version: str = ""
+    schema_version: Literal[1] = 1
+
+    def __post_init__(self) -> None:
+        _validate.fraction("alpha", self.alpha)
+        if not self.designs:
+            raise InvalidValueError("A certificate needs at least one design.")
+        if math.fsum(self.alpha_split.values()) > self.alpha * (1.0 + 1e-12):
+            raise InvalidValueError(f"alpha_split {dict(self.alpha_split)} spends more than alpha = {self.alpha:g}.")
+        descriptor = self.representation
+        digest = RepresentationDescriptor.digest_of(
+            **{f.name: getattr(descriptor, f.name) for f in fields(descriptor) if f.name != "digest"}
+        )
+        if digest != descriptor.digest:
+            raise InvalidValueError("The representation's digest does not fit its description.")
+
+    @property
+    def confidence(self) -> float:
+        """Probability that every ρ* of this certificate holds: 1 − α, less δ where tr Σ is replaced by its bound."""
+        spent = self.alpha + (self.trace.level if self.trace.normaliser == "ucb" else 0.0)
+        return round(1.0 - spent, 12)
+
+    @property
+    def highest_rho(self) -> float:
+        """ρ* at zero leakage: the highest floor that this certificate can support."""
+        return self.bound(0.0).rho
+
+    def bound(self, leakage_bits: float) -> ReconstructionBound:
+        """The reconstruction bound at a leakage γ.
+
+        Args:
+            leakage_bits: γ in bits, in [0, inf].
+
+        Raises:
+            InvalidValueError: γ is negative or NaN.
+        """
+        if not leakage_bits >= 0.0:
+            _validate.non_negative("leakage_bits", leakage_bits)
+        best, winner = 0.0, None
+        for design in self.designs:
+            distortion = design.distortion(leakage_bits)
+            if distortion > best:
+                best, winner = distortion, design
+        trace = self.trace
+        ratio = best * trace.scale / trace.reference
+        return ReconstructionBound(
+            leakage_bits=leakage_bits,
+            rho=min(1.0, math.sqrt(ratio)),
+            mse=trace.scale * best,
+            dimension=self.representation.dimension,
+            design=winner,
+            confidence=self.confidence,
+            normaliser=trace.label,
+            representation=self.representation.name,
+            peak=self.representation.peak,
+        )
+
+    def leakage_budget(self, min_rho: float) -> float:
+        """The largest leakage at which ρ* is still at least ``min_rho``, in bits; exact inverse on the safe side.
+
+        Args:
+            min_rho: the floor, in (0, 1].
+
+        Raises:
+            InvalidValueError: ``min_rho`` outside (0, 1].
+            FloorUnreachableError: ρ* is below the floor even at zero leakage.
+        """
+        floor = _validate.positive("min_rho", min_rho)
+        if floor > 1.0:
+            raise InvalidValueError(f"Expected min_rho in (0, 1]. Found {min_rho!r}.")
+        highest = self.bound(0.0).rho
+        if highest < floor:
+            raise FloorUnreachableError(
+                f"min_rho = {min_rho:g} is above what this certificate supports: ρ* at zero leakage is "
+                f"{math.floor(highest * 1e4) / 1e4:g}. Choose a floor below that, or make a certificate from more "
+                "estimation records."
+            )
+        distortion = floor * floor * self.trace.reference / self.trace.scale
+        budget = max(0.0, max(design.leakage_bits(distortion) for design in self.designs))
+        step = 2.0**-52
+        while budget > 0.0 and self.bound(budget).rho < floor:
+            budget = max(0.0, budget * (1.0 - step) - 5e-324)
+            step = min(2.0 * step, 0.5)
+        return budget
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the content."""
+        return _digest(_adapter().dump_python(self, mode="json"))
+
+    def to_json(self) -> str:
+        """The file's text."""
+        content = _adapter().dump_python(self, mode="json")
+        return json.dumps(
+            {"format": _FORMAT, "digest": _digest(content), **content}, indent=1, sort_keys=False, allow_nan=False
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the certificate; a reader sees the old file or the whole new one, whatever happens.
+
+        Returns:
+            The path.
+        """
+        target = Path(path)
+        text = self.to_json()
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    file.write(text + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+                umask = os.umask(0)
+                os.umask(umask)
+                os.chmod(name, 0o666 & ~umask)
+                os.replace(name, target)
+            except BaseException:
+                Path(name).unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            raise CertificateError(f"The certificate could not be written to {target}: {error}.") from error
+        return target
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> SourceCertificate:
+        """Read and validate a certificate; nothing in the file is executed.
+
+        Raises:
+            CertificateError: the file is missing, not a certificate, truncated, altered or too new.
+        """
+        source = Path(path)
+        try:
+            text = source.read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise CertificateError(
+                f"There is no certificate at {source}. Make one with `reconbound certify`."
+            ) from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise CertificateError(f"{source} cannot be read as a certificate: {error}.") from error
+        return cls.from_json(text, name=str(source))
+
+    @classmethod
+    def from_json(cls, text: str, *, name: str = "The text") -> SourceCertificate:
+        """Validate a certificate's text; ``name`` is used in the messages."""
+
+        def refuse_constant(constant: str) -> None:
+            raise ValueError(f"it holds {constant}")
+
+        def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+            result = dict(pairs)
+            if len(result) != len(pairs):
+                raise ValueError("a key occurs twice")
+            return result
+
+        try:
+            content = json.loads(text, parse_constant=refuse_constant, object_pairs_hook=refuse_duplicates)
+        except (ValueError, RecursionError) as error:
+            what = "is empty" if not text.strip() else f"is not whole JSON ({error})"
+            raise CertificateError(
+                f"{name} {what}: it is truncated or not a certificate. Make it again with `reconbound certify`."
+            ) from error
+        if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
+            raise CertificateError(f"{name} is not a reconstruction certificate (no format {_FORMAT!r}).")
+        version = content.get("schema_version")
+        if isinstance(version, int) and not isinstance(version, bool) and version > SCHEMA_VERSION:
+            raise CertificateError(
+                f"{name} has schema version {version}; this library reads up to {SCHEMA_VERSION}. "
+                "Update opacus_reconbound."
+            )
+        recorded = content.pop("digest", None)
+        if recorded != _digest(content):
+            raise CertificateError(
+                f"{name} was altered after it was made (its digest does not fit its content). "
+                "Make it again with `reconbound certify`."
+            )
+        try:
+            # JSON has one kind of sequence and of number; strictness is about everything else
+            return _adapter().validate_json(json.dumps(content))
+        except (ValidationError, InvalidValueError) as error:
+            if isinstance(error, ValidationError):
+                first = error.errors(include_url=False)[0]
+                where = ".".join(str(part) for part in first["loc"]) or "the file"
+                reason = f"{where}: {first['msg']}"
+            else:
+                reason = str(error)
+            raise CertificateError(f"{name} is not a valid certificate: {reason}.") from error
+
+    def explain(self) -> str:
+        """What the certificate says, in a few lines: sizes, confidence, ρ* at some leakages and the designs behind."""
+        lines = [
+            f"Representation {self.representation.name} {self.representation.parameters}, "
+            f"{self.representation.dimension} coordinates.",
+            f"{self.reference.n} reference and {self.estimation.n} estimation records; "
+            f"confidence {self.confidence:g}; ρ* is relative to {self.trace.label}.",
+        ]
+        for bits in (0.0, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0):
+            bound = self.bound(bits)
+            lines.append(f"γ = {bits:g} bits: ρ* >= {math.floor(bound.rho * 1e3) / 1e3:.3f}  {_name(bound.design)}")
+        return "\n".join(lines)
+
+
+def _name(design: Design | None) -> str:
+    if design is None:
+        return "(nothing is guaranteed)"
+    if isinstance(design, BlockDesign):
+        return f"(block design, k = {design.block_size}, ν² = {design.dither:g})"
+    return f"(replica design, m = {design.replicas}, ε = {design.temperature:g})"
+
+
+@lru_cache(maxsize=1)
+def _adapter() -> TypeAdapter[SourceCertificate]:
+    return TypeAdapter(SourceCertificate)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
