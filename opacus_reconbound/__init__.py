@@ -1,1 +1,68 @@
-"""opacus_reconbound."""
+"""How well could anyone reconstruct a training record? Certified lower bounds for DP-SGD, live in Opacus.
+
+Importing the package registers the accountants ``"rdp+mi"`` and ``"prv+mi"`` with Opacus; everything else loads when
+it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import opacus_reconbound.accountants  # noqa: F401 - registers "rdp+mi" and "prv+mi"
+
+if TYPE_CHECKING:
+    from opacus_reconbound.certificates.certificate import ReconstructionBound as ReconstructionBound
+    from opacus_reconbound.certificates.certificate import SourceCertificate as SourceCertificate
+    from opacus_reconbound.certificates.certify import certify as certify
+    from opacus_reconbound.engine import Forecast as Forecast
+    from opacus_reconbound.engine import calibrate_noise as calibrate_noise
+    from opacus_reconbound.engine import forecast as forecast
+    from opacus_reconbound.engine import make_private_with_rho as make_private_with_rho
+    from opacus_reconbound.errors import ReconboundError as ReconboundError
+    from opacus_reconbound.errors import ReconstructionBudgetExceeded as ReconstructionBudgetExceeded
+    from opacus_reconbound.leakage.gaussian import step_leakage as step_leakage
+    from opacus_reconbound.leakage.schedule import Schedule as Schedule
+    from opacus_reconbound.representations.pixels import Pixels as Pixels
+
+_HOMES = {
+    "Forecast": "engine",
+    "Pixels": "representations.pixels",
+    "ReconboundError": "errors",
+    "ReconstructionBound": "certificates.certificate",
+    "ReconstructionBudgetExceeded": "errors",
+    "Schedule": "leakage.schedule",
+    "SourceCertificate": "certificates.certificate",
+    "calibrate_noise": "engine",
+    "certify": "certificates.certify",
+    "forecast": "engine",
+    "make_private_with_rho": "engine",
+    "step_leakage": "leakage.gaussian",
+}
+
+__all__ = [
+    "Forecast",
+    "Pixels",
+    "ReconboundError",
+    "ReconstructionBound",
+    "ReconstructionBudgetExceeded",
+    "Schedule",
+    "SourceCertificate",
+    "calibrate_noise",
+    "certify",
+    "forecast",
+    "make_private_with_rho",
+    "step_leakage",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

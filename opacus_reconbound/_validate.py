@@ -66,7 +66,13 @@ def sample_rate(value: object, name: str = "sample_rate") -> float:
 
 def integer(name: str, value: object, *, minimum: int = 0) -> int:
     """A whole number of at least ``minimum``."""
-    number = finite(name, value)
-    if number != int(number) or number < minimum:
+    if isinstance(value, int) and not isinstance(value, bool):
+        whole = value  # exact beyond 2**53 too
+    else:
+        number = finite(name, value)
+        whole = int(number)
+        if number != whole:
+            raise InvalidValueError(f"Expected {name} to be a whole number >= {minimum}. Found {value!r}.")
+    if whole < minimum:
         raise InvalidValueError(f"Expected {name} to be a whole number >= {minimum}. Found {value!r}.")
-    return int(number)
+    return whole

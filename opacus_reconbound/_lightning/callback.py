@@ -1,0 +1,323 @@
+"""The callback: live ρ*, and a halt before the step that would breach the floor.
+
+Four layers keep the floor. (1) After each step the next one is predicted; if it would breach, training is asked to
+stop, and ``min_epochs``/``min_steps`` are lifted. (2) Before each step the check is repeated with the noise that this
+step will really use. (3) The accountant holds the budget itself and refuses to charge. (4) The underlying optimizer
+is audited: an update that was not charged exactly once is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from typing import Any
+
+import numpy as np
+
+from opacus_reconbound import _validate
+from opacus_reconbound._lightning.wiring import hooks_of, poisson_rate, remove_grad_sample_hooks, require_private_run
+from opacus_reconbound.accountants import MutualInformationAccountant, StepHook, discard_pending_step
+from opacus_reconbound.certificates.certificate import ReconstructionBound, SourceCertificate
+from opacus_reconbound.engine import Forecast, forecast
+from opacus_reconbound.errors import AccountingError, InvalidValueError
+
+__all__ = ["ReconstructionBoundMixin"]
+
+_STATE_VERSION = 1
+_KEY = "ReconstructionBoundCallback"
+
+
+class ReconstructionBoundMixin:
+    r"""Logs a live reconstruction bound during private training, and stops before a floor on ρ* is breached.
+
+    Works with automatic and manual optimization. The optimizer must come from a ``PrivacyEngine`` with accountant
+    ``"rdp+mi"`` or ``"prv+mi"``, and the loader must draw Poisson batches; anything else is refused before the first
+    step. The state travels in Lightning's checkpoints: a resumed run continues the same account, and a checkpoint
+    without it is refused.
+
+    Args:
+        certificate: a ``SourceCertificate`` or the path of one.
+        min_rho: the floor; None to log only.
+        delta: δ of the logged ε; by default N^-1.1 for N training records, as in the paper.
+        epsilon_every_n_steps: how often ε is computed (it is slower than ρ*).
+        verbose: print the forecast and the outcome.
+
+    Logged metrics:
+        ``reconstruction/rho_star``: ρ* so far, rounded down.
+        ``reconstruction/leakage_bits``: γ charged so far, in bits, rounded up.
+        ``reconstruction/steps_left``: further steps within the floor at the present noise (with a floor).
+        ``privacy/epsilon``: ε at ``delta``, every ``epsilon_every_n_steps`` steps.
+
+    Attributes:
+        accountant: the account, once training has started.
+        forecast: what was forecast at the start.
+        stopping_reason: why training was stopped, or None.
+
+    Raises:
+        InvalidValueError: an argument is out of range.
+        CertificateError: the certificate cannot be read.
+        FloorUnreachableError: the certificate does not support the floor.
+        AccountingError: during training, where what runs is not what is accounted.
+    """
+
+    def __init__(
+        self,
+        certificate: SourceCertificate | str | os.PathLike[str],
+        min_rho: float | None = None,
+        *,
+        delta: float | None = None,
+        epsilon_every_n_steps: int = 50,
+        verbose: bool = True,
+    ) -> None:
+        if not isinstance(certificate, SourceCertificate):
+            certificate = SourceCertificate.load(certificate)
+        self.certificate = certificate
+        self.min_rho = min_rho
+        self.budget_bits = None if min_rho is None else certificate.leakage_budget(min_rho)
+        self.delta = None if delta is None else _validate.fraction("delta", delta)
+        self.epsilon_every_n_steps = _validate.integer("epsilon_every_n_steps", epsilon_every_n_steps, minimum=1)
+        self.verbose = verbose
+        self.accountant: MutualInformationAccountant | None = None
+        self.forecast: Forecast | None = None
+        self.stopping_reason: str | None = None
+        self._found: list[tuple[Any, StepHook]] = []
+        self._audits: list[Any] = []
+        self._audited_steps = 0
+        self._logged_steps = -1
+        self._restored: dict[str, Any] | None = None
+        self._lifted: tuple[Any, Any] | None = None
+
+    # -- what one can ask it ----------------------------------------------------------------------------------------
+
+    @property
+    def state_key(self) -> str:
+        """One key for both namespaces, whatever the arguments: another floor must not start a new account."""
+        return _KEY
+
+    @property
+    def bound(self) -> ReconstructionBound:
+        """The bound so far; at zero leakage before training."""
+        bits = 0.0 if self.accountant is None else self.accountant.charged_bits
+        return self.certificate.bound(bits)
+
+    def epsilon(self) -> float:
+        """ε at ``delta`` so far."""
+        if self.accountant is None or self.delta is None:
+            raise InvalidValueError("ε is known once training has started, or where delta was given.")
+        with warnings.catch_warnings():
+            # RDP's advice to widen its orders; a looser ε is still an upper bound
+            warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
+            return float(self.accountant.get_epsilon(self.delta))
+
+    # -- start ------------------------------------------------------------------------------------------------------
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of a trained model that says nothing about what its training leaked."""
+        if checkpoint.get("global_step", 0) > 0 and _KEY not in checkpoint.get("callbacks", {}):
+            raise AccountingError(
+                f"The checkpoint was trained for {checkpoint['global_step']} steps but holds no account of their "
+                "leakage: it was saved without ReconstructionBoundCallback. Resume from a checkpoint saved with the "
+                "callback, or load the weights only and put the earlier steps on the account "
+                "(accountant.history = [(noise_multiplier, sample_rate, steps), ...])."
+            )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the state; it is applied when training starts, for the optimizers do not exist yet."""
+        version = state_dict.get("version")
+        if version != _STATE_VERSION:
+            raise AccountingError(
+                f"The checkpoint's leakage account has version {version!r}; this library reads {_STATE_VERSION}. "
+                "Update opacus_reconbound."
+            )
+        self._restored = state_dict
+
+    def state_dict(self) -> dict[str, Any]:
+        """The account as plain values, and what it was judged by."""
+        if self.accountant is not None:
+            accountant = dict(self.accountant.state_dict())
+        elif self._restored is not None:
+            accountant = self._restored["accountant"]
+        else:
+            return {}
+        return {
+            "version": _STATE_VERSION,
+            "accountant": accountant,
+            "certificate": self.certificate.digest,
+            "min_rho": self.min_rho,
+        }
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Check the wiring, restore the account, arm the budget, forecast; stop at once where it is spent."""
+        self.stopping_reason = None
+        self._lifted = None
+        self._found = hooks_of(list(trainer.optimizers))
+        accountants = {id(hook.accountant): hook.accountant for _, hook in self._found}
+        if len(accountants) != 1:
+            raise AccountingError(
+                f"The optimizers are charged to {len(accountants)} accounts. Make all of them private with one engine: "
+                "what they reveal adds up."
+            )
+        self.accountant = accountant = next(iter(accountants.values()))
+        if getattr(getattr(trainer, "precision_plugin", None), "scaler", None) is not None:
+            raise AccountingError(
+                "precision='16-mixed' scales gradients before they are clipped and skips steps by what it sees in "
+                "them. Use precision='bf16-mixed' or '32-true'."
+            )
+        loader = trainer.train_dataloader
+        require_private_run(loader, self._found, world_size=trainer.world_size)
+        if self._restored is not None:
+            accountant.load_state_dict(self._restored["accountant"])
+            self._restored = None
+        if self.budget_bits is not None:
+            limits = [self.budget_bits, accountant.budget_bits]
+            accountant.budget_bits = min(limit for limit in limits if limit is not None)
+        if self.delta is None:
+            self.delta = min(0.5, float(max(2, len(loader.dataset))) ** -1.1)
+        self._audited_steps = len(accountant)
+        self._logged_steps = -1
+        self._audits = [
+            optimizer.original_optimizer.register_step_pre_hook(self._audit) for optimizer, _ in self._found
+        ]
+        self._announce(trainer, loader)
+        if self._breaches():
+            self._stop(trainer, "the leakage budget was spent before training")
+
+    def _announce(self, trainer: Any, loader: Any) -> None:
+        assert self.accountant is not None  # noqa: S101 - set by the caller
+        optimizer, hook = self._found[0]
+        rate = poisson_rate(loader)
+        per_epoch = max(1, int(1 / rate)) if rate else 1
+        planned: float = trainer.max_epochs * per_epoch if (trainer.max_epochs or -1) >= 0 else math.inf
+        if (trainer.max_steps or -1) >= 0:
+            planned = min(planned, trainer.max_steps)
+        self.forecast = forecast(
+            self.certificate,
+            sample_rate=hook.sample_rate,
+            noise_multiplier=float(optimizer.noise_multiplier),
+            steps=None if math.isinf(planned) else max(int(planned), len(self.accountant)),
+            min_rho=self.min_rho,
+            steps_taken=len(self.accountant),
+            bits_taken=self.accountant.charged_bits,
+        )
+        self._say(trainer, self.forecast.describe())
+
+    # -- every step -------------------------------------------------------------------------------------------------
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Layer 2: the exact check, with the noise of this very step."""
+        for private, hook in self._found:
+            if private.step_hook is not hook:
+                raise AccountingError(
+                    "The accountant's step hook was replaced during training (attach_step_hook has one slot), so steps "
+                    "would not be charged. Attach no other hook to a DPOptimizer."
+                )
+        if self._breaches():
+            for private, _ in self._found:
+                discard_pending_step(private)
+            self._stop(trainer, "the next step would have breached the floor")
+            raise StopIteration
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log, and layer 1: ask for a stop where the next step would breach."""
+        if self.accountant is None:
+            return
+        steps = len(self.accountant)
+        if steps != self._logged_steps:
+            self._logged_steps = steps
+            values = self._values(with_epsilon=steps % self.epsilon_every_n_steps == 0 or steps == 1)
+            pl_module.log_dict(values, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
+        if self._breaches():
+            self._stop(trainer, "the next step would breach the floor")
+
+    def _values(self, *, with_epsilon: bool) -> dict[str, float]:
+        assert self.accountant is not None  # noqa: S101 - set in on_train_start
+        bound = self.bound
+        values = {
+            "reconstruction/rho_star": _float32_below(bound.rho),
+            "reconstruction/leakage_bits": _float32_above(bound.leakage_bits),
+        }
+        if self.budget_bits is not None:
+            left = [self._steps_left(optimizer, hook) for optimizer, hook in self._found]
+            values["reconstruction/steps_left"] = float(min(left))
+        if with_epsilon:
+            values["privacy/epsilon"] = _float32_above(self.epsilon())
+        return values
+
+    def _steps_left(self, optimizer: Any, hook: StepHook) -> float:
+        assert self.accountant is not None  # noqa: S101 - set in on_train_start
+        left = self.accountant.steps_left(
+            noise_multiplier=float(optimizer.noise_multiplier), sample_rate=hook.sample_rate
+        )
+        return math.inf if left is None else left
+
+    def _breaches(self) -> bool:
+        """Whether a step of some optimizer, at its present noise, would go beyond the budget."""
+        if self.accountant is None or self.accountant.budget_bits is None:
+            return False
+        return any(
+            self.accountant.would_exceed(
+                noise_multiplier=float(optimizer.noise_multiplier), sample_rate=hook.sample_rate
+            )
+            for optimizer, hook in self._found
+        )
+
+    def _audit(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Layer 4: runs just before the parameters change."""
+        assert self.accountant is not None  # noqa: S101 - set in on_train_start
+        steps = len(self.accountant)
+        if steps != self._audited_steps + 1:
+            raise AccountingError(
+                f"An update is about to be applied for which {steps - self._audited_steps} steps were charged instead "
+                "of one. Call step() on the DPOptimizer only, and leave its step hook and its original_optimizer alone."
+            )
+        self._audited_steps = steps
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def _stop(self, trainer: Any, reason: str) -> None:
+        if self.stopping_reason is None:
+            self.stopping_reason = reason
+        trainer.should_stop = True
+        loop = trainer.fit_loop
+        if self._lifted is None:
+            self._lifted = (loop.min_epochs, loop.epoch_loop.min_steps)
+        loop.min_epochs = 0
+        loop.epoch_loop.min_steps = None
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Say how it ended."""
+        if self.accountant is None:
+            return
+        outcome = f"{len(self.accountant):,} steps were taken. {self.bound.explain()}"
+        if self.stopping_reason is not None:
+            outcome = f"Training was stopped: {self.stopping_reason} (min_rho = {self.min_rho}). {outcome}"
+        self._say(trainer, outcome)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Restore the trainer's minima, end the audit, free the module for another ``fit``; the budget stays armed."""
+        if stage != "fit":
+            return
+        if self._lifted is not None:
+            trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = self._lifted
+            self._lifted = None
+        for handle in self._audits:
+            handle.remove()
+        self._audits = []
+        for optimizer, _ in self._found:
+            remove_grad_sample_hooks(optimizer)
+        self._found = []
+
+    def _say(self, trainer: Any, text: str) -> None:
+        if self.verbose and trainer.is_global_zero:
+            print(text, flush=True)
+
+
+def _float32_below(value: float) -> float:
+    """The largest float32 not above a number: loggers keep float32, and a logged bound must not round up."""
+    nearest = np.float32(value)
+    return float(np.nextafter(nearest, np.float32(-np.inf)) if float(nearest) > value else nearest)
+
+
+def _float32_above(value: float) -> float:
+    return -_float32_below(-value)

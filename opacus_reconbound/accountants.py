@@ -1,0 +1,420 @@
+"""The Opacus accountants "rdp+mi" and "prv+mi": (ε, δ) as before, and beside it the leakage γ in bits.
+
+Importing this module registers both names, so that ``PrivacyEngine(accountant="prv+mi")`` works. ε is computed by
+the inner accountant of Opacus. γ is a pure function of ``history``, Opacus's list of
+``(noise_multiplier, sample_rate, num_steps)``, which others may assign or edit: it is summed exactly and rounded
+once, so a run read step by step, resumed, or read at its end gives the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from opacus.accountants import PRVAccountant, RDPAccountant, create_accountant, register_accountant
+from opacus.accountants.accountant import IAccountant
+
+from opacus_reconbound import _validate
+from opacus_reconbound.errors import AccountingError, InvalidValueError, ReconstructionBudgetExceeded
+from opacus_reconbound.leakage import ExactSum, Schedule, step_charge, step_leakage
+from opacus_reconbound.leakage.gaussian import realised_sample_rates
+
+if TYPE_CHECKING:
+    from opacus_reconbound.certificates.certificate import ReconstructionBound, SourceCertificate
+
+__all__ = [
+    "MutualInformationAccountant",
+    "PRVMutualInformationAccountant",
+    "RDPMutualInformationAccountant",
+    "StepHook",
+    "discard_pending_step",
+]
+
+Entry = tuple[float, float, int]
+
+_STATE_VERSION = 1
+_BATCH = 32  # from here on one vectorised evaluation is cheaper than cached single ones
+_MANY = 2**53  # steps; as good as unlimited
+
+
+def _pair(noise_multiplier: object, sample_rate: object) -> tuple[float, float]:
+    try:
+        return _validate.non_negative("noise_multiplier", noise_multiplier), _validate.sample_rate(sample_rate)
+    except InvalidValueError as error:
+        raise InvalidValueError(
+            f"{error} Nothing was charged. Check the optimizer's noise_multiplier and its scheduler, and the sample "
+            "rate, which Opacus multiplies by the number of batches accumulated into a step: accumulate fewer."
+        ) from error
+
+
+def _entry(index: int, entry: Any) -> Entry:
+    try:
+        sigma, q, steps = entry
+        sigma, q = _validate.non_negative("noise_multiplier", sigma), _validate.sample_rate(q)
+        return sigma, q, _validate.integer("num_steps", steps)
+    except (TypeError, ValueError) as error:
+        raise InvalidValueError(
+            f"Expected history[{index}] = (noise_multiplier, sample_rate, num_steps). Found {entry!r}: {error}"
+        ) from error
+
+
+def _entries(history: Iterable[Any], start: int = 0) -> list[Entry]:
+    return [_entry(index, entry) for index, entry in enumerate(history, start)]
+
+
+def _charges(entries: list[Entry]) -> Iterable[tuple[float, float]]:
+    """Bits of one step of each entry, recorded and charged; the same numbers alone and in an array."""
+    if len(entries) < _BATCH:
+        return (step_charge(q, sigma) for sigma, q, _ in entries)
+    sigmas, rates = np.array([entry[:2] for entry in entries]).T
+    recorded = np.asarray(step_leakage(rates, sigmas))
+    charged = np.maximum(recorded, step_leakage(realised_sample_rates(rates), sigmas))
+    return zip(recorded.tolist(), charged.tolist(), strict=True)
+
+
+class _History(list[Entry]):
+    """Opacus's list of runs. ``version`` grows with every change but the accountant's own steps."""
+
+    def __init__(self, entries: Iterable[Entry], version: int) -> None:
+        super().__init__(entries)
+        self.version = version
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _History, (list(self), self.version)
+
+
+def _versioned(change: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: _History, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return change(self, *args, **kwargs)
+        finally:
+            self.version += 1  # afterwards: what another thread reads meanwhile is filed under the old version
+
+    return method
+
+
+for _name in ["append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"]:
+    setattr(_History, _name, _versioned(getattr(list, _name)))
+for _name in ["__delitem__", "__iadd__", "__imul__", "__setitem__"]:
+    setattr(_History, _name, _versioned(getattr(list, _name)))
+
+
+class _Totals(NamedTuple):
+    """What is summed: the first ``runs`` entries, of the last of them ``last`` steps. Never changed in place."""
+
+    version: int
+    runs: int = 0
+    last: int = 0
+    steps: int = 0
+    recorded: ExactSum = ExactSum()
+    charged: ExactSum = ExactSum()
+
+
+class StepHook:
+    """What Opacus calls between noising the gradient and applying it: charge the step, or discard it.
+
+    Attributes:
+        accountant: is charged.
+        sample_rate: q of one batch; times the number of batches accumulated into the step.
+    """
+
+    def __init__(self, accountant: MutualInformationAccountant, sample_rate: float) -> None:
+        self.accountant = accountant
+        self.sample_rate = sample_rate
+
+    def __call__(self, optim: Any) -> None:
+        """Charge the pending step of ``optim``, a DPOptimizer. Where that fails, no gradient is left to apply."""
+        try:
+            q = self.sample_rate * optim.accumulated_iterations
+            self.accountant.step(noise_multiplier=optim.noise_multiplier, sample_rate=q)
+        except BaseException:
+            discard_pending_step(optim)
+            raise
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepHook:
+        return self  # a copied optimizer charges the same accountant, as it does with Opacus's closures
+
+
+def discard_pending_step(optim: Any) -> None:
+    """Remove the clipped, summed and noised gradient, so that no later call can apply it uncharged."""
+    sharded = getattr(optim, "grad_state", {})
+    for p in optim.params:
+        p.grad = p.grad_sample = p.summed_grad = None
+        if p in sharded:
+            sharded[p]["summed_grad"] = None
+    optim._step_skip_queue.clear()
+    optim._is_last_step_skipped = False
+
+
+class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
+    """Adds the leakage to an Opacus accountant; a mixin, to be listed before that accountant.
+
+    Leakage is in bits and bounds I(record; trajectory | all other records). Bounds and budgets use ``charged_bits``.
+    Reading changes nothing. ``len()`` is the number of steps.
+    """
+
+    def __init__(self) -> None:
+        self._history = _History((), 0)
+        self._totals = _Totals(0)
+        self._budget_bits: float | None = None
+        super().__init__()
+
+    @classmethod
+    def mechanism(cls) -> str:
+        """The name for ``PrivacyEngine(accountant=...)``."""
+        return f"{super().mechanism()}+mi"
+
+    @property
+    def history(self) -> list[Entry]:
+        """Runs ``(noise_multiplier, sample_rate, num_steps)``. Assigning a list validates and copies it."""
+        return self._history
+
+    @history.setter
+    def history(self, entries: Iterable[Any]) -> None:
+        self._history = _History(_entries(entries), self._history.version + 1)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The history as a frozen ``Schedule``."""
+        return Schedule.from_history(self._history)
+
+    def __len__(self) -> int:
+        totals, entries = self._unread()
+        return totals.steps - totals.last + sum(steps for _, _, steps in entries)
+
+    def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
+        """Charge one step; to be called before it is applied.
+
+        Args:
+            noise_multiplier: σ in [0, inf].
+            sample_rate: q in [0, 1].
+
+        Raises:
+            InvalidValueError: σ or q out of range; nothing is charged.
+            ReconstructionBudgetExceeded: the step would go beyond ``budget_bits``; nothing is charged.
+        """
+        sigma, q = _pair(noise_multiplier, sample_rate)
+        history, merges, steps = self._history, False, 1
+        if history:
+            last_sigma, last_q, before = history[-1]
+            if last_sigma == sigma and last_q == q:
+                merges, steps = True, before + 1
+        totals = None
+        if self._budget_bits is not None:
+            totals = self._affordable(sigma, q, self._budget_bits)
+            totals = totals._replace(runs=len(history) + (not merges), last=steps)
+        # One change of the list, so that a reader in another thread never misses an entry; the version stays.
+        if merges:
+            list.__setitem__(history, -1, (sigma, q, steps))
+        else:
+            list.append(history, (sigma, q, 1))
+        if totals is not None:
+            self._totals = totals
+
+    def _affordable(self, sigma: float, q: float, budget: float) -> _Totals:
+        """The sums after one more step, unless they exceed the budget."""
+        version, runs, last, steps, recorded, charged = self._read()
+        before, recorded, charged = charged.value, recorded.copy(), charged.copy()
+        bits, charged_bits = step_charge(q, sigma)
+        recorded.add(bits)
+        charged.add(charged_bits)
+        after = charged.value
+        if after > budget:
+            raise ReconstructionBudgetExceeded(
+                f"Leakage so far: {before:.6g} bits in {steps} step{'s' * (steps != 1)}. One more at "
+                f"noise_multiplier={sigma:.6g}, sample_rate={q:.6g} would make it {after:.6g} bits, above the budget "
+                f"of {budget:.6g} bits. It was not charged, its gradient is discarded and the parameters are "
+                "unchanged. Stop training here, or raise budget_bits and give up the floor it stands for.",
+                leakage_bits=before,
+                next_bits=after,
+                budget_bits=budget,
+            )
+        return _Totals(version, runs, last, steps + 1, recorded, charged)
+
+    def get_optimizer_hook_fn(self, sample_rate: float) -> StepHook:
+        """The hook that ``PrivacyEngine`` attaches to a DPOptimizer; ``sample_rate`` is q of one batch."""
+        return StepHook(self, sample_rate)
+
+    def get_epsilon(self, delta: float, *args: Any, **kwargs: Any) -> float:
+        """ε at ``delta`` from the inner accountant: 0 before the first step, inf after one without noise.
+
+        Args:
+            delta: δ in (0, 1).
+            *args: for the inner accountant.
+            **kwargs: for the inner accountant (``alphas``, ``eps_error``); what it does not know is ignored.
+        """
+        taken = [(sigma, q) for sigma, q, steps in _entries(self._history) if steps > 0]
+        if not taken:
+            return 0.0
+        if any(sigma == 0 and q > 0 for sigma, q in taken):
+            return math.inf
+        return float(super().get_epsilon(delta, *args, **kwargs))
+
+    def _unread(self) -> tuple[_Totals, list[Entry]]:
+        """The totals that still hold, and the entries from their last one on."""
+        history, totals = self._history, self._totals
+        if totals.version != history.version:
+            totals = _Totals(history.version)
+        return totals, history[totals.runs - 1 if totals.runs else 0 :]
+
+    def _read(self) -> _Totals:
+        """The totals of the whole history: what is new since the last reading is added."""
+        totals, entries = self._unread()
+        if not entries or (totals.runs and len(entries) == 1 and entries[0][2] == totals.last):
+            return totals
+        first = max(totals.runs - 1, 0)
+        entries = _entries(entries, first)
+        runs, last = first + len(entries), entries[-1][2]
+        sigma, q, steps = entries[0]
+        entries[0] = (sigma, q, steps - totals.last)
+        recorded, charged = totals.recorded.copy(), totals.charged.copy()
+        for (_, _, steps), (bits, charged_bits) in zip(entries, _charges(entries), strict=True):
+            recorded.add(bits, steps)
+            charged.add(charged_bits, steps)
+        steps = totals.steps + sum(steps for _, _, steps in entries)
+        self._totals = _Totals(totals.version, runs, last, steps, recorded, charged)
+        return self._totals
+
+    @property
+    def leakage_bits(self) -> float:
+        """γ in bits: Σ K(q, σ) over the recorded steps (paper, Theorem 4.1)."""
+        return self._read().recorded.value
+
+    @property
+    def charged_bits(self) -> float:
+        """γ in bits at the sample rate that Opacus's float32 sampler realises; what bounds and budgets use."""
+        return self._read().charged.value
+
+    @property
+    def sampling_excess_bits(self) -> float:
+        """What the sampler's 24-bit grid adds, in bits: ``charged_bits - leakage_bits``."""
+        totals = self._read()
+        recorded, charged = totals.recorded.value, totals.charged.value
+        return 0.0 if recorded == charged else charged - recorded
+
+    def bound(self, certificate: SourceCertificate) -> ReconstructionBound:
+        """ρ* for the training so far: ``certificate.bound(charged_bits)``."""
+        return certificate.bound(self.charged_bits)
+
+    @property
+    def budget_bits(self) -> float | None:
+        """The most ``charged_bits`` may become, in bits; None for no limit. It is in no history and no state."""
+        return self._budget_bits
+
+    @budget_bits.setter
+    def budget_bits(self, bits: float | None) -> None:
+        self._budget_bits = None if bits is None else _validate.non_negative("budget_bits", bits)
+
+    def set_floor(self, certificate: SourceCertificate, min_rho: float) -> None:
+        """Refuse every step that would take ρ* below ``min_rho``: sets ``budget_bits``."""
+        self.budget_bits = certificate.leakage_budget(min_rho)
+
+    def leakage_after(self, *, noise_multiplier: float, sample_rate: float, steps: int = 1) -> float:
+        """``charged_bits`` after ``steps`` more steps at (q, σ); charges nothing."""
+        sigma, q = _pair(noise_multiplier, sample_rate)
+        return self._read().charged.after(step_charge(q, sigma)[1], _validate.integer("steps", steps))
+
+    def would_exceed(
+        self, budget_bits: float | None = None, *, noise_multiplier: float, sample_rate: float, steps: int = 1
+    ) -> bool:
+        """Whether ``steps`` more steps at (q, σ) would go beyond a budget in bits; charges nothing.
+
+        The budget is by default the accountant's own; False where there is none.
+        """
+        after = self.leakage_after(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps)
+        budget = self._budget_bits if budget_bits is None else _validate.non_negative("budget_bits", budget_bits)
+        return budget is not None and after > budget
+
+    def steps_left(self, *, noise_multiplier: float, sample_rate: float) -> int | None:
+        """The most further steps at (q, σ) within ``budget_bits``; None for no budget or more than 2**53 steps."""
+        sigma, q = _pair(noise_multiplier, sample_rate)
+        budget, charged, bits = self._budget_bits, self._read().charged, step_charge(q, sigma)[1]
+        if budget is None or charged.after(bits, _MANY) <= budget:
+            return None
+        within, beyond = 0, _MANY
+        while beyond - within > 1:
+            middle = (within + beyond) // 2
+            within, beyond = (within, middle) if charged.after(bits, middle) > budget else (middle, beyond)
+        return within
+
+    def state_dict(self, destination: Any = None) -> Any:
+        """Opacus's two keys and ours, in plain lists, tuples and numbers, filled into ``destination`` if given."""
+        state = self.to_opacus_state_dict(destination)
+        state.update(mechanism=self.mechanism(), reconbound={"version": _STATE_VERSION})
+        return state
+
+    def to_opacus_state_dict(self, destination: Any = None) -> Any:
+        """A state that Opacus's own accountant ("rdp" or "prv") loads: the way back."""
+        state = OrderedDict() if destination is None else destination
+        state.update(history=_entries(self._history), mechanism=super().mechanism())
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, allow_smaller: bool = False) -> None:
+        """Replace the history by a copy of a state's: one of ours, or of Opacus's own accountant.
+
+        Args:
+            state_dict: as ``state_dict()`` returns it.
+            allow_smaller: accept less leakage than is charged here already. Right only where nobody has seen, or
+                will see, what came of the steps that are forgotten.
+
+        Raises:
+            InvalidValueError: not such a state; the accountant is unchanged.
+            AccountingError: less leakage than is charged here; the accountant is unchanged.
+        """
+        entries = self._entries_of(state_dict)
+        if len(self) > 0 and not allow_smaller:
+            loaded, bits = Schedule.from_history(entries).charged_bits, self.charged_bits
+            if loaded < bits:
+                raise AccountingError(
+                    f"The state holds {loaded:.6g} bits of leakage, this accountant {bits:.6g} bits from {len(self)} "
+                    "steps: loading would forget steps that were taken. Load it into a fresh accountant or "
+                    "PrivacyEngine, or pass allow_smaller=True if nothing that came of those steps was ever seen."
+                )
+        self.history = entries
+
+    def _entries_of(self, state: Any) -> list[Entry]:
+        own, inner = self.mechanism(), super().mechanism()
+        expected = f"Expected the state of an accountant {own!r} or {inner!r}, as its state_dict() returns it. Found "
+        if not isinstance(state, Mapping):
+            raise InvalidValueError(f"{expected}{type(state).__name__}.")
+        mechanism, history, ours = (state.get(key) for key in ("mechanism", "history", "reconbound"))
+        if mechanism not in (own, inner) or not isinstance(history, (list, tuple)):
+            raise InvalidValueError(f"{expected}mechanism {mechanism!r}, history of type {type(history).__name__}.")
+        if mechanism == own:
+            version = ours.get("version") if isinstance(ours, Mapping) else None
+            if type(version) is not int or version < 1:
+                raise InvalidValueError(f"{expected}'reconbound': {ours!r}, which names no version.")
+            if version > _STATE_VERSION:
+                raise InvalidValueError(
+                    f"Expected a state of version {_STATE_VERSION} at most. Found {version}. Update opacus-reconbound."
+                )
+        return _entries(history)
+
+
+class RDPMutualInformationAccountant(MutualInformationAccountant, RDPAccountant):  # type: ignore[misc]
+    """The accountant "rdp+mi": ε from Opacus's ``RDPAccountant``, γ beside it."""
+
+
+class PRVMutualInformationAccountant(MutualInformationAccountant, PRVAccountant):  # type: ignore[misc]
+    """The accountant "prv+mi": ε from Opacus's ``PRVAccountant``, γ beside it."""
+
+
+def _register(accountant: type[MutualInformationAccountant]) -> None:
+    name = accountant.mechanism()
+    try:
+        register_accountant(name, accountant)
+    except ValueError as error:
+        present = type(create_accountant(name))
+        if (present.__module__, present.__qualname__) != (accountant.__module__, accountant.__qualname__):
+            raise AccountingError(
+                f"Opacus already has an accountant {name!r}: {present.__module__}.{present.__qualname__}. Register "
+                "that one under another name before importing opacus_reconbound."
+            ) from error
+        register_accountant(name, accountant, force=True)  # this module was reloaded
+
+
+_register(RDPMutualInformationAccountant)
+_register(PRVMutualInformationAccountant)

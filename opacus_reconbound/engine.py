@@ -1,0 +1,225 @@
+"""From a floor on ρ* to noise, budgets and forecasts, and onto an Opacus engine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from opacus import PrivacyEngine
+
+from opacus_reconbound import _validate
+from opacus_reconbound.accountants import MutualInformationAccountant
+from opacus_reconbound.certificates.certificate import SourceCertificate
+from opacus_reconbound.errors import AccountingError, CalibrationError, InvalidValueError
+from opacus_reconbound.leakage import noise_for_leakage, step_charge, steps_for_leakage
+from opacus_reconbound.leakage.calibration import total_bits
+
+__all__ = ["Forecast", "calibrate_noise", "forecast", "make_private_with_rho", "require_accountant"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What training will come to at constant (q, σ), before it starts.
+
+    Attributes:
+        steps: steps planned, all told; None where training has no end.
+        leakage_bits: charged bits after the planned steps; None where training has no end.
+        rho: ρ* after the planned steps; None where training has no end.
+        min_rho: the floor, or None.
+        budget_bits: the leakage at which ρ* meets the floor, or None.
+        last_step: the last step that keeps the floor, where that is before the planned end; else None.
+        highest_rho: ρ* at zero leakage.
+    """
+
+    steps: int | None
+    leakage_bits: float | None
+    rho: float | None
+    min_rho: float | None
+    budget_bits: float | None
+    last_step: int | None
+    highest_rho: float
+
+    def describe(self) -> str:
+        """One or two sentences, ρ* rounded down."""
+        if self.steps is None or self.rho is None or self.leakage_bits is None:
+            text = "training has no planned end"
+        else:
+            text = (
+                f"at these settings training would end after {self.steps:,} steps at ρ* = {_floor(self.rho)} "
+                f"({_ceil(self.leakage_bits)} bits)"
+            )
+        if self.min_rho is None:
+            return f"Forecast: {text}."
+        if self.last_step is not None:
+            return (
+                f"Forecast: {text}; the floor of {self.min_rho:g} is reached at step {self.last_step:,}, and training "
+                "will stop there."
+            )
+        return f"Forecast: {text}; the floor of {self.min_rho:g} is not reached."
+
+
+def forecast(
+    certificate: SourceCertificate,
+    *,
+    sample_rate: float,
+    noise_multiplier: float,
+    steps: int | None,
+    min_rho: float | None = None,
+    steps_taken: int = 0,
+    bits_taken: float = 0.0,
+) -> Forecast:
+    """Forecast a run at constant (q, σ), from scratch or from where it stands.
+
+    Args:
+        certificate: of the source.
+        sample_rate: q in [0, 1].
+        noise_multiplier: σ in [0, inf].
+        steps: steps planned, all told, or None for no end.
+        min_rho: the floor.
+        steps_taken: steps already taken.
+        bits_taken: bits already charged.
+    """
+    sigma = _validate.non_negative("noise_multiplier", noise_multiplier)
+    _, charge = step_charge(_validate.sample_rate(sample_rate), sigma)
+    budget = None if min_rho is None else certificate.leakage_budget(min_rho)
+    bits = None if steps is None else bits_taken + total_bits(charge, max(0, steps - steps_taken))
+    last_step = None
+    if budget is not None:
+        left = steps_for_leakage(
+            max(0.0, budget - bits_taken), sample_rate=sample_rate, noise_multiplier=noise_multiplier
+        )
+        if left is not None and (steps is None or steps_taken + left < steps):
+            last_step = steps_taken + left
+    return Forecast(
+        steps=steps,
+        leakage_bits=bits,
+        rho=None if bits is None else certificate.bound(bits).rho,
+        min_rho=min_rho,
+        budget_bits=budget,
+        last_step=last_step,
+        highest_rho=certificate.highest_rho,
+    )
+
+
+def calibrate_noise(
+    certificate: SourceCertificate,
+    *,
+    min_rho: float,
+    sample_rate: float,
+    steps: int,
+    relative_tolerance: float = 1e-6,
+) -> float:
+    """The smallest noise multiplier at which ``steps`` steps keep ρ* at or above ``min_rho``; on the safe side.
+
+    Args:
+        certificate: of the source.
+        min_rho: the floor, in (0, 1].
+        sample_rate: q in [0, 1].
+        steps: number of steps.
+        relative_tolerance: σ is at most this much above the smallest.
+
+    Raises:
+        FloorUnreachableError: the certificate does not support the floor even at zero leakage.
+        CalibrationError: only infinite noise would do.
+    """
+    budget = certificate.leakage_budget(min_rho)
+    sigma = noise_for_leakage(budget, sample_rate=sample_rate, steps=steps, relative_tolerance=relative_tolerance)
+    if certificate.bound(total_bits(step_charge(sample_rate, sigma)[1], steps)).rho < min_rho:
+        raise CalibrationError(  # cannot happen while budget and bound are inverse to each other
+            f"The calibrated noise multiplier {sigma!r} misses min_rho = {min_rho!r}. Please report this."
+        )
+    return sigma
+
+
+def require_accountant(engine: PrivacyEngine) -> MutualInformationAccountant:
+    """The engine's accountant, where it is one of this library's.
+
+    Raises:
+        AccountingError: the engine keeps no account of the leakage.
+    """
+    accountant = engine.accountant
+    if not isinstance(accountant, MutualInformationAccountant):
+        raise AccountingError(
+            f"The engine's accountant is {type(accountant).__name__}, which keeps no account of the leakage. Make it "
+            "with PrivacyEngine(accountant='rdp+mi') or 'prv+mi'."
+        )
+    return accountant
+
+
+def make_private_with_rho(
+    engine: PrivacyEngine,
+    *,
+    module: Any,
+    optimizer: Any,
+    data_loader: Any,
+    certificate: SourceCertificate,
+    min_rho: float,
+    epochs: int,
+    max_grad_norm: float | list[float],
+    **kwargs: Any,
+) -> Any:
+    """As ``PrivacyEngine.make_private``, with the least noise that keeps ρ* at or above a floor for all epochs.
+
+    The noise is calibrated to the loader that will really run, and the floor is armed: a step beyond it raises
+    ``ReconstructionBudgetExceeded`` before anything is applied.
+
+    Args:
+        engine: ``PrivacyEngine(accountant="rdp+mi")`` or ``"prv+mi"``; steps already on its account count.
+        module: as in ``make_private``.
+        optimizer: as in ``make_private``.
+        data_loader: as in ``make_private``.
+        certificate: of the source.
+        min_rho: the floor, in (0, 1].
+        epochs: passes over the loader.
+        max_grad_norm: as in ``make_private``.
+        **kwargs: for ``make_private``; Poisson sampling only.
+
+    Returns:
+        What ``make_private`` returns. The noise multiplier is on the optimizer.
+
+    Raises:
+        AccountingError: the engine does not account for the leakage, or its loader does not sample by Poisson.
+        CalibrationError: the account has too little left for the epochs.
+        FloorUnreachableError: the certificate does not support the floor.
+    """
+    accountant = require_accountant(engine)
+    epochs = _validate.integer("epochs", epochs, minimum=1)
+    if not kwargs.get("poisson_sampling", True):
+        raise AccountingError(
+            "make_private_with_rho needs poisson_sampling=True: the leakage of fixed batches is not amplified by "
+            "sampling, and calibrating as if it were would report a bound that does not hold."
+        )
+    if "noise_multiplier" in kwargs:
+        raise InvalidValueError("make_private_with_rho chooses noise_multiplier; leave it out, or use make_private.")
+    budget = certificate.leakage_budget(min_rho)
+    left = budget - accountant.charged_bits
+    # Opacus accounts at 1/len(loader of the Poisson sampler), whose length is int(1/(1/len(data_loader)))
+    batches = len(data_loader)
+    steps_per_epoch = max(1, int(1 / (1 / batches)))
+    if not left > 0.0:
+        raise CalibrationError(
+            f"The account stands at {accountant.charged_bits:.6g} bits and min_rho = {min_rho:g} allows {budget:.6g}: "
+            "nothing is left for further training. Choose a lower floor."
+        )
+    sigma = noise_for_leakage(
+        left * (1.0 - 1e-12), sample_rate=1 / steps_per_epoch, steps=epochs * steps_per_epoch
+    )
+    made = engine.make_private(
+        module=module,
+        optimizer=optimizer,
+        data_loader=data_loader,
+        noise_multiplier=sigma,
+        max_grad_norm=max_grad_norm,
+        **kwargs,
+    )
+    accountant.budget_bits = budget if accountant.budget_bits is None else min(budget, accountant.budget_bits)
+    return made
+
+
+def _floor(rho: float) -> str:
+    return f"{math.floor(rho * 1e3) / 1e3:.3f}"
+
+
+def _ceil(bits: float) -> str:
+    return "inf" if math.isinf(bits) else f"{math.ceil(bits * 1e3) / 1e3:.3f}"

@@ -1,0 +1,1 @@
+"""Pictures. Needs matplotlib: ``pip install "opacus-reconbound[report]"``."""

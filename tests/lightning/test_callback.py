@@ -1,0 +1,438 @@
+"""The callback on real Trainers of both namespaces, automatic and manual optimization."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from opacus import PrivacyEngine
+from opacus.data_loader import DPDataLoader
+from opacus.schedulers import LambdaNoise
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_reconbound.certificates import ReplicaDesign, SourceCertificate
+from opacus_reconbound.certificates.scale import TraceScale
+from opacus_reconbound.certificates.split import SampleSummary
+from opacus_reconbound.errors import AccountingError, FloorUnreachableError, ReconstructionBudgetExceeded
+from opacus_reconbound.leakage import Schedule, step_charge
+from opacus_reconbound.representations import Pixels
+
+RATE, NOISE, STEPS_PER_EPOCH = 0.125, 1.0, 8
+BITS = step_charge(RATE, NOISE)[1]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*The number of training batches"),
+    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided"),
+    pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before the epoch ended"),
+    pytest.mark.filterwarnings("ignore:.*no pre-optimization state was saved"),
+]
+
+
+@pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
+def space(request: pytest.FixtureRequest) -> Any:
+    """One namespace: Lightning itself and our module for it."""
+    lightning = importlib.import_module(request.param)
+    ours = importlib.import_module(f"opacus_reconbound.{request.param.split('.')[0]}")
+    return Space(lightning, ours)
+
+
+class Space:
+    def __init__(self, lightning: ModuleType, ours: ModuleType) -> None:
+        self.L, self.ours = lightning, ours
+
+    def module(self, manual: bool = False, **kwargs: Any) -> Any:
+        space = self
+
+        class Model(space.L.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = torch.nn.Linear(4, 2)
+                self.engine = kwargs.get("engine") or PrivacyEngine(accountant="rdp+mi")
+                self.automatic_optimization = not manual
+                self.updates = 0
+                self.validations = 0
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                x, y = batch
+                loss = torch.nn.functional.cross_entropy(self.net(x), y)
+                if manual:
+                    optimizer = self.optimizers()
+                    optimizer.zero_grad()
+                    self.manual_backward(loss)
+                    optimizer.step()
+                    return None
+                return loss
+
+            def validation_step(self, batch: Any, batch_idx: int) -> None:
+                self.validations += 1
+
+            def train_dataloader(self) -> Any:
+                return DPDataLoader.from_data_loader(DataLoader(DATA, batch_size=8))
+
+            def val_dataloader(self) -> Any:
+                return DataLoader(DATA, batch_size=64)
+
+            def configure_optimizers(self) -> Any:
+                optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+                private = space.ours.private_optimizer(
+                    self, optimizer, engine=self.engine, noise_multiplier=NOISE, max_grad_norm=1.0
+                )
+                private.original_optimizer.register_step_post_hook(self.count)
+                return private
+
+            def count(self, *_: Any) -> None:
+                self.updates += 1
+
+        return Model()
+
+    def trainer(self, tmp_path: Any, *callbacks: Any, **kwargs: Any) -> Any:
+        options: dict[str, Any] = {
+            "max_epochs": 3,
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            "default_root_dir": tmp_path,
+            "callbacks": list(callbacks),
+        }
+        return self.L.Trainer(**{**options, **kwargs})
+
+    def callback(self, certificate: SourceCertificate, min_rho: float | None = None, **kwargs: Any) -> Any:
+        return self.ours.ReconstructionBoundCallback(certificate, min_rho, verbose=False, **kwargs)
+
+
+DATA = TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 2)
+
+
+@pytest.fixture
+def certificate() -> SourceCertificate:
+    """A certificate that is linear in the leakage: ρ*² = 0.9 − γ nats."""
+    return SourceCertificate(
+        designs=(ReplicaDesign(temperature=1.0, intercept=0.9),),
+        trace=TraceScale(scale=1.0, upper=1.1, level=0.05, pairs=10, squared_diameter=4.0),
+        representation=Pixels((0, 1)).describe((4,)),
+        reference=SampleSummary(n=10, fingerprint="a"),
+        estimation=SampleSummary(n=10, fingerprint="b"),
+        alpha=0.05,
+        alpha_split={"replica": 0.05},
+        seed=0,
+    )
+
+
+def floor_after(certificate: SourceCertificate, steps: float) -> float:
+    """A floor that ``steps`` steps keep, and ``ceil(steps)`` do not."""
+    return certificate.bound(BITS * steps).rho
+
+
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("minimum", [{}, {"min_epochs": 2}, {"min_steps": 12}, {"min_epochs": 5, "max_epochs": 6}])
+def test_halts_at_the_last_admissible_step(
+    space: Space, certificate: SourceCertificate, tmp_path: Any, manual: bool, minimum: dict
+) -> None:
+    model, callback = space.module(manual), space.callback(certificate, floor_after(certificate, 5.5))
+    minima: list[Any] = []
+
+    class Spy(space.L.Callback):
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            minima.append((trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps))
+
+    trainer = space.trainer(tmp_path, Spy(), callback, **minimum)
+    trainer.fit(model)
+    assert model.updates == len(model.engine.accountant) == trainer.global_step == 5
+    assert trainer.state.status.value == "finished"
+    assert callback.stopping_reason == "the next step would breach the floor"
+    assert callback.bound.rho >= callback.min_rho > certificate.bound(BITS * 6).rho
+    assert model.validations == 1
+    assert (trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps) == minima[0]
+
+
+def test_runs_to_the_end_where_the_floor_is_far(space: Space, certificate: SourceCertificate, tmp_path: Any) -> None:
+    model, callback = space.module(), space.callback(certificate, floor_after(certificate, 30))
+    trainer = space.trainer(tmp_path, callback)
+    trainer.fit(model)
+    assert model.updates == 24
+    assert callback.stopping_reason is None
+    expected = Schedule.constant(sample_rate=RATE, noise_multiplier=NOISE, steps=24)
+    assert callback.accountant.leakage_bits == expected.leakage_bits
+
+
+def test_without_a_floor_it_only_logs(space: Space, certificate: SourceCertificate, tmp_path: Any) -> None:
+    model, callback = space.module(), space.callback(certificate)
+    trainer = space.trainer(tmp_path, callback, max_epochs=1)
+    trainer.fit(model)
+    assert model.updates == 8
+    assert "reconstruction/steps_left" not in trainer.callback_metrics
+
+
+def test_logged_values_are_on_the_safe_side(space: Space, certificate: SourceCertificate, tmp_path: Any) -> None:
+    model, callback = space.module(), space.callback(certificate, floor_after(certificate, 5.5))
+    trainer = space.trainer(tmp_path, callback)
+    trainer.fit(model)
+    metrics = trainer.callback_metrics
+    assert float(metrics["reconstruction/rho_star"]) <= callback.bound.rho
+    assert float(metrics["reconstruction/rho_star"]) == pytest.approx(callback.bound.rho, rel=1e-6)
+    assert float(metrics["reconstruction/leakage_bits"]) >= callback.accountant.charged_bits
+    assert float(metrics["reconstruction/steps_left"]) == 0.0
+    assert float(metrics["privacy/epsilon"]) > 0
+
+
+def test_csv_log_holds_every_step(space: Space, certificate: SourceCertificate, tmp_path: Any) -> None:
+    logger = importlib.import_module(f"{space.L.__name__}.loggers").CSVLogger(tmp_path, name="", version="log")
+    model, callback = space.module(), space.callback(certificate, floor_after(certificate, 5.5))
+    trainer = space.trainer(tmp_path, callback, logger=logger, log_every_n_steps=1)
+    trainer.fit(model)
+    header, *rows = (tmp_path / "log" / "metrics.csv").read_text().splitlines()
+    column = header.split(",").index("reconstruction/rho_star")
+    values = [float(row.split(",")[column]) for row in rows if row.split(",")[column]]
+    assert len(values) == 5
+    assert values == sorted(values, reverse=True)
+
+
+def test_a_spent_budget_takes_no_step(space: Space, certificate: SourceCertificate, tmp_path: Any) -> None:
+    model, callback = space.module(), space.callback(certificate, floor_after(certificate, 5.5))
+    model.engine.accountant.history = [(NOISE, RATE, 5)]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer = space.trainer(tmp_path, callback, min_epochs=2)
+    trainer.fit(model)
+    assert model.updates == 0
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert callback.stopping_reason == "the leakage budget was spent before training"
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_noise_that_falls_is_caught_before_the_step(
+    space: Space, certificate: SourceCertificate, tmp_path: Any, manual: bool
+) -> None:
+    """The prediction after step 3 is right about the old noise only; the check before step 4 uses the new."""
+    model, callback = space.module(manual), space.callback(certificate, floor_after(certificate, 5.5))
+
+    class Drop(space.L.Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                LambdaNoise(trainer.optimizers[0], noise_lambda=lambda _: 0.1).step()
+
+    trainer = space.trainer(tmp_path, Drop(), callback, min_epochs=2)
+    trainer.fit(model)
+    assert model.updates == len(model.engine.accountant) == 3
+    assert trainer.state.status.value == "finished"
+    assert callback.stopping_reason == "the next step would have breached the floor"
+
+
+def test_another_callback_that_clears_the_stop_is_survived(
+    space: Space, certificate: SourceCertificate, tmp_path: Any
+) -> None:
+    model, callback = space.module(), space.callback(certificate, floor_after(certificate, 5.5))
+
+    class Stubborn(space.L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = False
+
+    trainer = space.trainer(tmp_path, callback, Stubborn())
+    trainer.fit(model)
+    assert model.updates == len(model.engine.accountant) == 5
+
+
+def test_the_accountant_alone_stops_a_tuner_like_loop(
+    space: Space, certificate: SourceCertificate, tmp_path: Any
+) -> None:
+    model, callback = space.module(), space.callback(certificate, floor_after(certificate, 5.5))
+    trainer = space.trainer(tmp_path, callback)
+    trainer.fit(model)
+    model.engine.accountant.history = []
+    with pytest.raises(ReconstructionBudgetExceeded):
+        space.trainer(tmp_path).fit(model)
+    assert len(model.engine.accountant) == 5
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_resumed_run_has_the_very_same_leakage(
+    space: Space, certificate: SourceCertificate, tmp_path: Any, manual: bool
+) -> None:
+    floor = floor_after(certificate, 20.5)
+    whole = space.module(manual)
+    space.trainer(tmp_path, space.callback(certificate, floor)).fit(whole)
+
+    checkpoints = importlib.import_module(f"{space.L.__name__}.callbacks").ModelCheckpoint(
+        tmp_path, filename="at-{step}", every_n_train_steps=11, save_top_k=-1
+    )
+    first = space.module(manual)
+    space.trainer(
+        tmp_path, space.callback(certificate, floor), checkpoints, max_steps=11, enable_checkpointing=True
+    ).fit(first)
+    path = tmp_path / "at-step=11.ckpt"
+    stored = torch.load(path, weights_only=True)["callbacks"]["ReconstructionBoundCallback"]
+    assert stored["accountant"]["history"] == [(NOISE, RATE, 11)]
+
+    second, callback = space.module(manual), space.callback(certificate, floor)
+    space.trainer(tmp_path, callback).fit(second, ckpt_path=path, weights_only=True)
+    assert second.updates == 9
+    assert second.engine.accountant.leakage_bits == whole.engine.accountant.leakage_bits
+    assert second.engine.accountant.history == whole.engine.accountant.history
+
+
+def test_a_checkpoint_without_an_account_is_refused(
+    space: Space, certificate: SourceCertificate, tmp_path: Any
+) -> None:
+    trainer = space.trainer(tmp_path, max_epochs=1)
+    trainer.fit(space.module())
+    trainer.save_checkpoint(tmp_path / "bare.ckpt")
+    model = space.module()
+    with pytest.raises(AccountingError, match="trained for 8 steps but holds no account"):
+        space.trainer(tmp_path, space.callback(certificate)).fit(model, ckpt_path=tmp_path / "bare.ckpt")
+    assert model.updates == 0
+
+
+def test_an_older_checkpoint_than_the_process_has_seen_is_refused(
+    space: Space, certificate: SourceCertificate, tmp_path: Any
+) -> None:
+    model, callback = space.module(), space.callback(certificate)
+    trainer = space.trainer(tmp_path, callback, max_epochs=1)
+    trainer.fit(model)
+    trainer.save_checkpoint(tmp_path / "early.ckpt")
+    space.trainer(tmp_path, space.callback(certificate), max_epochs=2).fit(model)
+    with pytest.raises(AccountingError, match="forget steps"):
+        space.trainer(tmp_path, space.callback(certificate)).fit(model, ckpt_path=tmp_path / "early.ckpt")
+
+
+def test_fit_twice_adds_up(space: Space, certificate: SourceCertificate, tmp_path: Any) -> None:
+    model = space.module()
+    for epochs in (1, 2):
+        space.trainer(tmp_path, space.callback(certificate), max_epochs=epochs).fit(model)
+    assert model.updates == len(model.engine.accountant) == 24
+
+
+def test_a_plain_loader_charged_as_poisson_is_refused(
+    space: Space, certificate: SourceCertificate, tmp_path: Any
+) -> None:
+    model = space.module()
+    model.train_dataloader = lambda: DataLoader(DATA, batch_size=8)
+    with pytest.raises(AccountingError, match=r"does not draw Poisson batches.*DPDataLoader"):
+        space.trainer(tmp_path, space.callback(certificate)).fit(model)
+
+    model = space.module()
+
+    def configure() -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(DATA, batch_size=8)
+        return model.engine.make_private(
+            module=model,
+            optimizer=optimizer,
+            data_loader=loader,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            wrap_model=False,
+        )[1]
+
+    model.train_dataloader = lambda: DataLoader(DATA, batch_size=8)
+    model.configure_optimizers = configure
+    with pytest.raises(AccountingError, match="charged as if it did"):
+        space.trainer(tmp_path, space.callback(certificate)).fit(model)
+
+
+def test_a_loader_that_samples_more_than_is_charged_is_refused(
+    space: Space, certificate: SourceCertificate, tmp_path: Any
+) -> None:
+    model = space.module()
+    loaders = [DPDataLoader.from_data_loader(DataLoader(DATA, batch_size=size)) for size in (8, 16)]
+    inner = model.configure_optimizers
+
+    def configure() -> Any:
+        private = inner()
+        private.step_hook.sample_rate = 0.1
+        return private
+
+    model.configure_optimizers = configure
+    with pytest.raises(AccountingError, match=r"probability 0\.125, but optimizer 0 is charged for 0\.1"):
+        space.trainer(tmp_path, space.callback(certificate)).fit(model, loaders[0])
+
+
+def test_an_optimizer_without_noise_is_refused(space: Space, certificate: SourceCertificate, tmp_path: Any) -> None:
+    model = space.module()
+    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(AccountingError, match="SGD, not a DPOptimizer"):
+        space.trainer(tmp_path, space.callback(certificate)).fit(model)
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+def test_an_engine_without_our_accountant_is_refused(
+    space: Space, certificate: SourceCertificate, tmp_path: Any, accountant: str
+) -> None:
+    model = space.module(engine=PrivacyEngine(accountant=accountant))
+    with pytest.raises(AccountingError, match=r"rdp\+mi"):
+        space.trainer(tmp_path, space.callback(certificate)).fit(model)
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_replaced_step_hook_is_refused(
+    space: Space, certificate: SourceCertificate, tmp_path: Any, when: str
+) -> None:
+    model = space.module()
+
+    class Replace(space.L.Callback):
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            if when == "before":
+                trainer.optimizers[0].attach_step_hook(lambda _: None)
+
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if when == "during" and trainer.global_step == 3:
+                trainer.optimizers[0].attach_step_hook(lambda _: None)
+
+    with pytest.raises(AccountingError, match="attach_step_hook"):
+        space.trainer(tmp_path, Replace(), space.callback(certificate)).fit(model)
+    assert model.updates == (0 if when == "before" else 3)
+
+
+@pytest.mark.parametrize("how", ["uncharged", "twice"])
+def test_the_audit_finds_updates_that_were_not_charged_once(
+    space: Space, certificate: SourceCertificate, tmp_path: Any, how: str
+) -> None:
+    model = space.module()
+
+    class Tamper(space.L.Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                if how == "uncharged":
+                    trainer.optimizers[0].original_optimizer.step()
+                else:
+                    model.engine.accountant.step(noise_multiplier=NOISE, sample_rate=RATE)
+
+    with pytest.raises(AccountingError, match=f"{0 if how == 'uncharged' else 2} steps were charged"):
+        space.trainer(tmp_path, Tamper(), space.callback(certificate)).fit(model)
+    assert model.updates == 3
+
+
+def test_the_forecast(
+    space: Space, certificate: SourceCertificate, tmp_path: Any, capsys: pytest.CaptureFixture
+) -> None:
+    model = space.module()
+    callback = space.ours.ReconstructionBoundCallback(certificate, floor_after(certificate, 5.5))
+    space.trainer(tmp_path, callback).fit(model)
+    assert (callback.forecast.steps, callback.forecast.last_step) == (24, 5)
+    printed = capsys.readouterr().out
+    assert "at these settings training would end after 24 steps at ρ* =" in printed
+    assert "is reached at step 5" in printed
+    assert "Training was stopped: the next step would breach the floor" in printed
+
+
+def test_a_floor_above_the_certificate_fails_at_once(space: Space, certificate: SourceCertificate) -> None:
+    with pytest.raises(FloorUnreachableError, match=r"0\.948"):
+        space.callback(certificate, 0.97)
+
+
+def test_the_certificate_may_be_a_path(space: Space, certificate: SourceCertificate, tmp_path: Any) -> None:
+    path = certificate.save(tmp_path / "c.json")
+    assert space.callback(path, 0.5).certificate == certificate
+
+
+def test_checkpoints_move_between_the_namespaces(certificate: SourceCertificate) -> None:
+    keys = {
+        importlib.import_module(f"opacus_reconbound.{name}").ReconstructionBoundCallback(certificate).state_key
+        for name in ("lightning", "pytorch_lightning")
+    }
+    assert keys == {"ReconstructionBoundCallback"}
