@@ -202,9 +202,7 @@ def make_private_with_rho(
             f"The account stands at {accountant.charged_bits:.6g} bits and min_rho = {min_rho:g} allows {budget:.6g}: "
             "nothing is left for further training. Choose a lower floor."
         )
-    sigma = noise_for_leakage(
-        left * (1.0 - 1e-12), sample_rate=1 / steps_per_epoch, steps=epochs * steps_per_epoch
-    )
+    sigma = noise_for_leakage(left * (1.0 - 1e-12), sample_rate=1 / steps_per_epoch, steps=epochs * steps_per_epoch)
     made = engine.make_private(
         module=module,
         optimizer=optimizer,

@@ -14,6 +14,7 @@ import warnings
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from opacus_reconbound import _validate
 from opacus_reconbound._lightning.wiring import hooks_of, poisson_rate, remove_grad_sample_hooks, require_private_run
@@ -310,7 +311,7 @@ class ReconstructionBoundMixin:
 
     def _say(self, trainer: Any, text: str) -> None:
         if self.verbose and trainer.is_global_zero:
-            print(text, flush=True)
+            tqdm.write(text)  # does not tear a progress bar
 
 
 def _float32_below(value: float) -> float:

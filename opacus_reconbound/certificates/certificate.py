@@ -30,6 +30,7 @@ __all__ = ["SCHEMA_VERSION", "ReconstructionBound", "SourceCertificate"]
 
 SCHEMA_VERSION = 1
 _FORMAT = "opacus_reconbound.certificate"
+_REMEDY = "Make it again with `reconbound certify`."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +112,8 @@ def _round(value: float, digits: int, towards: Any) -> float:
     if value == 0.0 or not math.isfinite(value):
         return value
     places = digits - 1 - math.floor(math.log10(abs(value)))
+    if abs(places) > 300:  # the power of ten would overflow
+        return value
     return float(towards(value * 10.0**places) / 10.0**places)
 
 
@@ -268,7 +271,9 @@ class SourceCertificate:
                 Path(name).unlink(missing_ok=True)
                 raise
         except OSError as error:
-            raise CertificateError(f"The certificate could not be written to {target}: {error}.") from error
+            raise CertificateError(
+                f"The certificate could not be written to {target}: {error}. Choose a folder that can be written to."
+            ) from error
         return target
 
     @classmethod
@@ -286,7 +291,10 @@ class SourceCertificate:
                 f"There is no certificate at {source}. Make one with `reconbound certify`."
             ) from error
         except (OSError, UnicodeDecodeError) as error:
-            raise CertificateError(f"{source} cannot be read as a certificate: {error}.") from error
+            raise CertificateError(
+                f"{source} cannot be read as a certificate: {error}. Give the path of a JSON file made by "
+                "`reconbound certify`."
+            ) from error
         return cls.from_json(text, name=str(source))
 
     @classmethod
@@ -296,6 +304,12 @@ class SourceCertificate:
         def refuse_constant(constant: str) -> None:
             raise ValueError(f"it holds {constant}")
 
+        def refuse_overflow(digits: str) -> float:
+            number = float(digits)
+            if math.isinf(number):
+                raise ValueError(f"it holds {digits[:20]}, beyond any number")
+            return number
+
         def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             result = dict(pairs)
             if len(result) != len(pairs):
@@ -303,14 +317,21 @@ class SourceCertificate:
             return result
 
         try:
-            content = json.loads(text, parse_constant=refuse_constant, object_pairs_hook=refuse_duplicates)
+            content = json.loads(
+                text,
+                parse_constant=refuse_constant,
+                parse_float=refuse_overflow,
+                object_pairs_hook=refuse_duplicates,
+            )
+            _digest(content)  # deep nesting may only fail here
         except (ValueError, RecursionError) as error:
             what = "is empty" if not text.strip() else f"is not whole JSON ({error})"
-            raise CertificateError(
-                f"{name} {what}: it is truncated or not a certificate. Make it again with `reconbound certify`."
-            ) from error
+            raise CertificateError(f"{name} {what}: it is truncated or not a certificate. {_REMEDY}") from error
         if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
-            raise CertificateError(f"{name} is not a reconstruction certificate (no format {_FORMAT!r}).")
+            raise CertificateError(
+                f"{name} is not a reconstruction certificate (no format {_FORMAT!r}). Give the path of a file made by "
+                "`reconbound certify`."
+            )
         version = content.get("schema_version")
         if isinstance(version, int) and not isinstance(version, bool) and version > SCHEMA_VERSION:
             raise CertificateError(
@@ -320,8 +341,7 @@ class SourceCertificate:
         recorded = content.pop("digest", None)
         if recorded != _digest(content):
             raise CertificateError(
-                f"{name} was altered after it was made (its digest does not fit its content). "
-                "Make it again with `reconbound certify`."
+                f"{name} was altered after it was made (its digest does not fit its content). {_REMEDY}"
             )
         try:
             # JSON has one kind of sequence and of number; strictness is about everything else
@@ -333,7 +353,7 @@ class SourceCertificate:
                 reason = f"{where}: {first['msg']}"
             else:
                 reason = str(error)
-            raise CertificateError(f"{name} is not a valid certificate: {reason}.") from error
+            raise CertificateError(f"{name} is not a valid certificate: {reason.rstrip('.')}. {_REMEDY}") from error
 
     def explain(self) -> str:
         """What the certificate says, in a few lines: sizes, confidence, ρ* at some leakages and the designs behind."""

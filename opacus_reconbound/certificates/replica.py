@@ -62,7 +62,7 @@ class ReferencePotential:
         points: the reference records, float32 (n, m).
         weights: w = exp(g/ε) at the points, float32 (G, n).
         ladder: the temperatures.
-        log_norms: ln ‖μ_raw‖_k, rounded up; float64 (G,).
+        log_norms: ln ‖μ_raw‖_k, rounded up by the arithmetic's error; float64 (G,).
         largest: g_max, the cap on g_0, in units of tr Σ; float64 (G,).
     """
 
@@ -73,10 +73,16 @@ class ReferencePotential:
     largest: torch.Tensor
 
     def evaluate(self, z: torch.Tensor, progress: Progress | None = None) -> torch.Tensor:
-        """g_0 at records z, float64 (G, N), in units of tr Σ; finite however far a record lies from the reference."""
+        """g_0 at records z, float64 (G, N), in units of tr Σ; finite however far a record lies from the reference.
+
+        Rounded up by each record's own arithmetic error, so that E exp((g_P − g_0)/ε) <= 1 for the values returned.
+        """
         log_means = log_kernel_means(z, self.points, self.weights, self.ladder, progress)
-        temperatures = torch.tensor(self.ladder.temperatures, dtype=torch.float64, device=z.device)
-        return temperatures[:, None] * (self.log_norms[:, None] - log_means)
+        temperatures = torch.tensor(self.ladder.temperatures, dtype=torch.float64, device=z.device)[:, None]
+        half_norms = half_square_norms(z).double().clamp(min=float(half_square_norms(self.points).max()))
+        distance_errors = cost_error(z.shape[1], 2.0) * half_norms
+        g0 = temperatures * (self.log_norms[:, None] + SUM_ERROR - log_means) + distance_errors
+        return g0.clamp(min=0.0)
 
 
 def fit_reference_potential(
@@ -111,12 +117,13 @@ def fit_reference_potential(
     own = weights.double()
     square_norms = (own * (sums + own / n)).mean(dim=1)
     scale = torch.tensor(ladder.temperatures, dtype=torch.float64, device=reference.device)
+    distance_error = cost_error(reference.shape[1], 2.0 * float(half_square_norms(reference).max()))
     largest = scale * update.clamp(min=0.0).max(dim=1).values
     return ReferencePotential(
         points=reference,
         weights=weights,
         ladder=ladder,
-        log_norms=0.5 * square_norms.log(),
+        log_norms=0.5 * (square_norms.log() + distance_error / scale + SUM_ERROR),
         largest=largest.clamp(min=1e-3),
     )
 
@@ -207,20 +214,17 @@ def replica_estimates(
         log_weights = weights.double().log()
         log_weights += _DAMPING * (solved - log_weights)
 
-    both = max(float(half_square_norms(estimation).max()), float(half_square_norms(reference).max()))
-    distance_error = cost_error(dimension, 2.0 * both)
+    distance_error = cost_error(dimension, 2.0 * float(half_square_norms(estimation).max()))
     count = len(ladder.temperatures)
     results = []
     for g, temperature in enumerate(ladder.temperatures):
-        # the double sum may be too small by both errors, which lowers A_n and h_0 by as much
-        allowance = distance_error + temperature * SUM_ERROR
-        in_sample = float(values[g]) - allowance
+        # the double sum may be too small by both errors, which raises A_n by as much; g_0 is rounded up already
+        in_sample = float(values[g]) - distance_error - temperature * SUM_ERROR
         largest = float(potential.largest[g])
-        clipped = g0[g].clamp(min=0.0, max=largest)
+        clipped = g0[g].clamp(max=largest)
         variance = float(clipped.var(correction=1))
         clip = max(largest / temperature, _LEAST_CLIP)
         observed = (float(g0[g].mean()) - 0.5 * in_sample) / temperature
-        slack = math.exp(-clip) + math.expm1(2.0 * allowance / temperature)
         results.append(
             ReplicaEstimate(
                 temperature=temperature,
@@ -230,7 +234,7 @@ def replica_estimates(
                     variance=variance, value_range=largest, n=n, level=level / (2.0 * count)
                 ),
                 observed_gap=observed,
-                certified_gap=upper_tail(observed, clip=clip, slack=slack, n=n, level=level / (2.0 * count)),
+                certified_gap=upper_tail(observed, clip=clip, slack=math.exp(-clip), n=n, level=level / (2.0 * count)),
                 largest=largest,
             )
         )

@@ -44,6 +44,11 @@ class TraceScale:
         _validate.positive("trace.upper", self.upper)
         _validate.fraction("trace.level", self.level)
         _validate.positive("trace.squared_diameter", self.squared_diameter)
+        if self.normaliser not in ("point", "ucb", "declared"):
+            raise InvalidValueError(
+                f"Expected normaliser to be 'point', 'ucb' or a declared tr Σ in squared data units. "
+                f"Found {self.normaliser!r}."
+            )
         if (self.declared is not None) != (self.normaliser == "declared"):
             raise InvalidValueError(
                 f"A declared normaliser needs its value, and only it has one. Found normaliser={self.normaliser!r}, "

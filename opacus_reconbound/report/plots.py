@@ -11,6 +11,7 @@ from opacus_reconbound.errors import InvalidValueError
 
 __all__ = ["plot_plan", "plot_run"]
 
+_RHO = "ρ*, lower bound on any attack's relative RMSE"
 _BLUE, _ORANGE, _GREY = "#1f5fa8", "#c8641a", "#6b6b6b"
 
 
@@ -32,7 +33,7 @@ def plot_plan(
     figure, axes = _figure()
     axes.plot(steps, rho, color=_BLUE, linewidth=2, label="ρ* guaranteed")
     _floor(axes, min_rho, last_step)
-    axes.set(xlabel="training step", ylabel="ρ*, lower bound on relative RMSE of any attack", title=title, ylim=(0, 1.02))
+    axes.set(xlabel="training step", ylabel=_RHO, title=title, ylim=(0, 1.02))
     second = axes.twinx()
     second.plot(steps, leakage_bits, color=_GREY, linewidth=1, linestyle=":", label="leakage")
     second.set_ylabel("γ, bits about one record")
@@ -60,7 +61,7 @@ def plot_run(
     figure, axes = _figure()
     axes.plot(steps, rho, color=_BLUE, linewidth=2, label="ρ* guaranteed")
     _floor(axes, min_rho, last_step)
-    axes.set(xlabel="training step", ylabel="ρ*, lower bound on relative RMSE of any attack", title=title, ylim=(0, 1.02))
+    axes.set(xlabel="training step", ylabel=_RHO, title=title, ylim=(0, 1.02))
     second = axes.twinx()
     second.plot(accuracy_steps, accuracy, color=_ORANGE, marker="o", markersize=3, linewidth=1.5, label="test accuracy")
     second.set(ylabel="test accuracy", ylim=(0, 1.02))
@@ -89,7 +90,7 @@ def _floor(axes: Any, min_rho: float | None, last_step: int | None) -> None:
 def _legend(axes: Any, second: Any) -> None:
     handles, labels = axes.get_legend_handles_labels()
     more, names = second.get_legend_handles_labels()
-    axes.legend(handles + more, labels + names, loc="lower left", framealpha=0.9)
+    axes.legend(handles + more, labels + names, loc="lower center", framealpha=0.9)
 
 
 def _save(figure: Any, path: str | os.PathLike[str]) -> Path:
