@@ -65,8 +65,8 @@ def run_demo(output: Path, *, seed: int = 0) -> dict[str, Any]:
     path = certificate.save(output / "certificate.json")
     print(f"Certificate, confidence {certificate.confidence:g}:")
     for bits in (0.0, 1.0, 2.0, 3.0):
-        rho = math.floor(certificate.bound(bits).rho * 1e3) / 1e3
-        print(f"  γ = {bits:g} bits: no attack gets below ρ* = {rho:.3f}")
+        promised = math.floor(certificate.bound(bits).rho * 1e3) / 1e3
+        print(f"  γ = {bits:g} bits: no attack gets below ρ* = {promised:.3f}")
     log = output / "log" / "metrics.csv"
     if log.exists():
         log.unlink()
