@@ -292,7 +292,8 @@ class ReconstructionBoundMixin:
             return
         outcome = f"{len(self.accountant):,} steps were taken. {self.bound.explain()}"
         if self.stopping_reason is not None:
-            outcome = f"Training was stopped: {self.stopping_reason} (min_rho = {self.min_rho}). {outcome}"
+            limit = "" if self.min_rho is None else f" (min_rho = {self.min_rho:g})"
+            outcome = f"Training was stopped: {self.stopping_reason}{limit}. {outcome}"
         self._say(trainer, outcome)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

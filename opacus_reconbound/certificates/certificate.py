@@ -333,7 +333,11 @@ class SourceCertificate:
                 "`reconbound certify`."
             )
         version = content.get("schema_version")
-        if isinstance(version, int) and not isinstance(version, bool) and version > SCHEMA_VERSION:
+        if isinstance(version, bool) or not isinstance(version, int):
+            raise CertificateError(
+                f"{name} is not a valid certificate: schema_version is {version!r}, not a whole number. {_REMEDY}"
+            )
+        if version > SCHEMA_VERSION:
             raise CertificateError(
                 f"{name} has schema version {version}; this library reads up to {SCHEMA_VERSION}. "
                 "Update opacus_reconbound."

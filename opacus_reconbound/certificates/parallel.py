@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["Counter", "shared_out", "workers"]
+__all__ = ["Counter", "Progress", "part", "shared_out", "workers"]
 
 Progress = Callable[[int, int], None]
 Item = TypeVar("Item")
@@ -65,3 +65,14 @@ class Counter:
             self._done += amount
             if self._progress is not None:
                 self._progress(self._done, self._total)
+
+
+def part(progress: Progress | None, index: int, parts: int, *, width: int = 1) -> Progress | None:
+    """The progress of ``width`` parts of several equal ones, from ``index`` on, told in hundredths of a part."""
+    if progress is None:
+        return None
+
+    def report(done: int, total: int) -> None:
+        progress(index * 100 + done * 100 * width // max(1, total), parts * 100)
+
+    return report

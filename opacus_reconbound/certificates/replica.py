@@ -51,6 +51,8 @@ __all__ = [
 
 DEFAULT_TEMPERATURES = (0.8, 0.56, 0.4, 0.28, 0.2, 0.14, 0.1, 0.085, 0.07)
 _LEAST_CLIP = 7.5
+_LARGEST_CLIP = 40.0
+_CAP_QUANTILE = 0.999
 _DAMPING = 0.75
 
 
@@ -104,9 +106,8 @@ def fit_reference_potential(
     """
     ladder = KernelLadder.plan(temperatures)
     n = len(reference)
-    limit = math.log(n) - 1.0 if n > 8 else 1.0
+    limit = 0.5 * math.log(n)  # where a weight's own term in ‖μ‖² reaches 1
     log_weights = torch.zeros((len(ladder.temperatures), n), dtype=torch.float64, device=reference.device)
-    update = log_weights
     for sweep in range(rounds):
         inner = _part(progress, sweep, rounds + 1)
         sums = pair_sums(reference, log_weights.exp().float(), ladder, inner)
@@ -118,12 +119,15 @@ def fit_reference_potential(
     square_norms = (own * (sums + own / n)).mean(dim=1)
     scale = torch.tensor(ladder.temperatures, dtype=torch.float64, device=reference.device)
     distance_error = cost_error(reference.shape[1], 2.0 * float(half_square_norms(reference).max()))
-    largest = scale * update.clamp(min=0.0).max(dim=1).values
+    log_norms = 0.5 * (square_norms.log() + distance_error / scale + SUM_ERROR)
+    # g_0 of each reference record without its own term: the cap cuts the outermost records of a new sample only
+    unseen = (log_norms[:, None] - sums.log()).clamp(min=0.0, max=_LARGEST_CLIP)
+    largest = scale * unseen.kthvalue(math.ceil(_CAP_QUANTILE * n), dim=1).values
     return ReferencePotential(
         points=reference,
         weights=weights,
         ladder=ladder,
-        log_norms=0.5 * (square_norms.log() + distance_error / scale + SUM_ERROR),
+        log_norms=log_norms,
         largest=largest.clamp(min=1e-3),
     )
 
