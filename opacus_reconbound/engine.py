@@ -193,14 +193,23 @@ def make_private_with_rho(
     if "noise_multiplier" in kwargs:
         raise InvalidValueError("make_private_with_rho chooses noise_multiplier; leave it out, or use make_private.")
     budget = certificate.leakage_budget(min_rho)
+    if accountant.budget_bits is not None:
+        budget = min(budget, accountant.budget_bits)  # a floor that is armed already stays
     left = budget - accountant.charged_bits
-    # Opacus accounts at 1/len(loader of the Poisson sampler), whose length is int(1/(1/len(data_loader)))
-    batches = len(data_loader)
+    try:
+        batches = len(data_loader)
+    except TypeError as error:
+        raise AccountingError(
+            "The data loader has no length, so its records cannot be sampled by Poisson. Use a map-style dataset."
+        ) from error
+    if batches == 0:
+        raise InvalidValueError("The data loader has no batches: fewer records than batch_size, with drop_last=True.")
+    # Opacus samples at 1/batches in int(1/(1/batches)) steps, which can be one fewer, and accounts at one over those
     steps_per_epoch = max(1, int(1 / (1 / batches)))
     if not left > 0.0:
         raise CalibrationError(
-            f"The account stands at {accountant.charged_bits:.6g} bits and min_rho = {min_rho:g} allows {budget:.6g}: "
-            "nothing is left for further training. Choose a lower floor."
+            f"The account stands at {accountant.charged_bits:.6g} bits and {budget:.6g} are allowed (min_rho = "
+            f"{min_rho:g}): nothing is left for further training. Choose a lower floor."
         )
     sigma = noise_for_leakage(left * (1.0 - 1e-12), sample_rate=1 / steps_per_epoch, steps=epochs * steps_per_epoch)
     made = engine.make_private(
@@ -211,7 +220,12 @@ def make_private_with_rho(
         max_grad_norm=max_grad_norm,
         **kwargs,
     )
-    accountant.budget_bits = budget if accountant.budget_bits is None else min(budget, accountant.budget_bits)
+    if len(made[-1]) != steps_per_epoch:  # cannot happen with the supported versions of Opacus
+        raise AccountingError(
+            f"The private loader has {len(made[-1])} steps in an epoch where {steps_per_epoch} were calibrated for. "
+            "Please report this, with the version of Opacus."
+        )
+    accountant.budget_bits = budget
     return made
 
 
@@ -220,4 +234,4 @@ def _floor(rho: float) -> str:
 
 
 def _ceil(bits: float) -> str:
-    return "inf" if math.isinf(bits) else f"{math.ceil(bits * 1e3) / 1e3:.3f}"
+    return f"{bits * 1.001:.4g}" if bits > 1e12 else f"{math.ceil(bits * 1e3) / 1e3:.3f}"

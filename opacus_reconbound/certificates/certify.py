@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from opacus_reconbound import _validate
+from opacus_reconbound.certificates.auto import choose_kinds, multi_designs
 from opacus_reconbound.certificates.block import block_designs, default_pairs
 from opacus_reconbound.certificates.certificate import SourceCertificate
 from opacus_reconbound.certificates.designs import Design
@@ -37,10 +38,12 @@ _LEAST_REFERENCE = 32
 _LEAST_ESTIMATION = 100
 _CHUNK = 1024
 
-Designs = Literal["fast", "replica", "block", "all"]
+Designs = Literal["fast", "auto", "replica", "multi", "block", "all"]
 _KINDS: dict[str, tuple[str, ...]] = {
     "fast": ("replica",),
+    "auto": ("auto",),
     "replica": ("replica",),
+    "multi": ("multi",),
     "block": ("block",),
     "all": ("replica", "block"),
 }
@@ -75,8 +78,9 @@ def certify(
         estimation: D_est, records (n, ...), i.i.d. from the same source and disjoint from ``reference``. The more the
             tighter.
         representation: Ψ; ``Pixels()`` (8-bit raw values) unless given.
-        designs: ``"fast"`` (replica), ``"block"`` (the paper's), ``"all"``, or a sequence of kinds. α is shared
-            equally among kinds.
+        designs: ``"fast"`` (two replicas), ``"auto"`` (the kinds that a pilot on the reference sample chooses, many
+            replicas among them: the tightest, in minutes), ``"multi"`` (many replicas), ``"block"`` (the paper's),
+            ``"all"`` (two replicas and blocks), or a sequence of kinds. α is shared equally among kinds.
         alpha: probability with which the certificate may fail.
         seed: of everything random.
         normaliser: what ρ* is relative to: ``"point"`` (tr Σ̂), ``"ucb"`` (an upper bound on tr Σ, at the joint
@@ -139,25 +143,41 @@ def certify(
     for z in (z_reference, z_estimation):
         _normalise(z, centre, scale)
 
-    level = alpha / len(kinds)
-    found: list[Design] = []
+    z_reference = z_reference[:max_reference]
+    grid = tuple(pairs) if pairs is not None else default_pairs(hadamard_order(descriptor.dimension))
     settings: dict[str, Any] = {"max_reference": max_reference}
+    if kinds == ("auto",):
+        with _bar("pilot on the reference sample", progress) as report:
+            kinds = choose_kinds(z_reference, len(z_estimation), grid=grid, level=alpha, seed=seed, progress=report)
+        settings["chosen"] = list(kinds)
+    shares = _shares(kinds, alpha)
+    found: list[Design] = []
     for kind in kinds:
         with _bar(f"{kind} designs", progress) as report:
             if kind == "replica":
                 settings["temperatures"] = list(ladder)
                 found += replica_designs(
-                    z_reference[:max_reference], z_estimation, level=level, temperatures=ladder, progress=report
+                    z_reference, z_estimation, level=shares[kind], temperatures=ladder, progress=report
                 )
+            elif kind == "multi":
+                plan, designs_found = multi_designs(
+                    z_reference,
+                    z_estimation,
+                    sampling_level=shares["multi"],
+                    monte_carlo_level=shares["multi_monte_carlo"],
+                    seed=seed,
+                    progress=report,
+                )
+                settings["multi"] = [[s, m, list(trials)] for s, m, trials in plan]
+                found += designs_found
             else:
-                grid = tuple(pairs) if pairs is not None else default_pairs(hadamard_order(z_reference.shape[1]))
                 settings["pairs"] = [[k, nu2] for k, nu2 in grid]
                 settings["margins"] = margins
                 found += block_designs(
                     z_reference,
                     z_estimation,
                     pairs=grid,
-                    level=level,
+                    level=shares[kind],
                     margins=margins,
                     seed=seed,
                     device=device,
@@ -173,7 +193,7 @@ def certify(
         reference=summarise(reference_digests),
         estimation=summarise(estimation_digests),
         alpha=alpha,
-        alpha_split=dict.fromkeys(kinds, level),
+        alpha_split=shares,
         seed=seed,
         settings=settings,
         assumptions=assumptions,
@@ -183,12 +203,22 @@ def certify(
 
 def _chosen(designs: str | Sequence[str]) -> tuple[str, ...]:
     names = _KINDS.get(designs) if isinstance(designs, str) else tuple(dict.fromkeys(designs))
-    if not names or not set(names) <= {"replica", "block"}:
+    if not names or not (set(names) <= {"replica", "multi", "block"} or names == ("auto",)):
         raise InvalidValueError(
-            f"Expected designs to be 'fast', 'replica', 'block', 'all' or a sequence of 'replica' and 'block'. "
-            f"Found {designs!r}."
+            f"Expected designs to be 'fast', 'auto', 'replica', 'multi', 'block', 'all' or a sequence of 'replica', "
+            f"'multi' and 'block'. Found {designs!r}."
         )
     return names
+
+
+def _shares(kinds: Sequence[str], alpha: float) -> dict[str, float]:
+    """α in equal shares for the kinds; of the many-replica share a tenth of α at most goes to its Monte Carlo."""
+    shares = dict.fromkeys(kinds, alpha / len(kinds))
+    if "multi" in shares:
+        monte_carlo = 0.1 * alpha / len(kinds)
+        shares["multi"] -= monte_carlo
+        shares["multi_monte_carlo"] = monte_carlo
+    return shares
 
 
 def _records(name: str, records: Any, least: int) -> NDArray[np.generic]:

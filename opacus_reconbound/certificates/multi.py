@@ -44,7 +44,7 @@ from opacus_reconbound.certificates.kernel import (
 )
 from opacus_reconbound.certificates.margins import empirical_bernstein, upper_tail
 from opacus_reconbound.certificates.parallel import Progress, part
-from opacus_reconbound.certificates.tuples import PairJob, Pool, double, draw_pairs
+from opacus_reconbound.certificates.tuples import PairJob, Pool, double, draw_pairs, stream_seed
 from opacus_reconbound.errors import InvalidValueError
 
 __all__ = [
@@ -60,6 +60,8 @@ __all__ = [
 ]
 
 _LEAST_CLIP = 7.5
+# the Monte Carlo's random numbers are to be independent of all that f depends on, whatever the callers' seeds
+_FIT_PAIRS, _FIT_TRIALS, _FIT_DRAWS, _PAIRS, _TRIALS = range(5)
 
 
 def clopper_pearson_upper(successes: int, trials: int, level: float) -> float:
@@ -158,7 +160,9 @@ def fit_multi_potentials(
     for number, (scale, replicas) in enumerate(pairs):
         mixtures.append(fit_centres(reference, scale=scale, replicas=replicas, count=centres, seed=seed))
         log_w = (mixtures[-1].potential(reference) / scale).clamp(max=math.log(n) - 1.0)
-        jobs.append(PairJob(log_w.exp(), scale, torch.full((n,), 20, dtype=torch.int64), seed + number))
+        jobs.append(
+            PairJob(log_w.exp(), scale, torch.full((n,), 20, dtype=torch.int64), stream_seed(seed, _FIT_PAIRS, number))
+        )
         if progress is not None:
             progress(50 * (number + 1) // len(pairs), 100)
     found = []
@@ -167,8 +171,10 @@ def fit_multi_potentials(
         zip(pairs, mixtures, jobs, drawn, strict=True)
     ):
         log_w, acceptances = job.weights.log(), []
-        while pool.size < replicas:
-            accepted, merged = double(reference, pool, scale, trials, seed=seed + number, repeats=False)
+        while pool.size < replicas and log_v > -math.inf:
+            accepted, merged = double(
+                reference, pool, scale, trials, seed=stream_seed(seed, _FIT_TRIALS, number), repeats=False
+            )
             if accepted < 50:
                 break
             acceptances.append(accepted / trials)
@@ -176,8 +182,8 @@ def fit_multi_potentials(
             pool = merged
         means, shares = reference.new_empty((0, reference.shape[1])), torch.empty(0, dtype=torch.float64)
         shift = 0.0
-        if pool.size == replicas:
-            chosen = pool.members[:draws, : replicas - 1].long()
+        if pool.size == replicas and log_v > -math.inf:
+            chosen = _first_draws(pool, draws, stream_seed(seed, _FIT_DRAWS, number))[:, : replicas - 1].long()
             means = reference[chosen].double().mean(dim=1).float()
             log_f = log_sum_kernel(means, reference, log_w - math.log(n), mixture.rate)
             shares = -(log_f + math.log(len(means)))
@@ -201,6 +207,15 @@ def fit_multi_potentials(
     return tuple(found)
 
 
+def _first_draws(pool: Pool, count: int, seed: int) -> torch.Tensor:
+    """Members of some independent draws of the pool's law: accepted tuples come in any order, pairs row by row."""
+    if pool.rows is None or pool.starts is None:
+        return pool.members[:count]
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.multinomial(pool.rows, count, replacement=True, generator=generator)
+    return pool.members[pool.starts[rows]]
+
+
 def plan_trials(
     potential: MultiPotential,
     n: int,
@@ -216,7 +231,7 @@ def plan_trials(
     Args:
         potential: with its chain on the reference sample.
         n: estimation records.
-        targets: tuples to accept at each level.
+        targets: tuples to accept at each level; the last one again at any further.
         most: trials at one level.
     """
     levels = int(math.log2(potential.replicas)) - 1
@@ -224,8 +239,8 @@ def plan_trials(
         return None
     share = min(1.0, n / 59_000)
     counts = []
-    for rate, target in zip(potential.acceptances, targets, strict=False):
-        wanted = max(20_000, int(target * share))
+    for level, rate in enumerate(potential.acceptances[:levels]):
+        wanted = max(20_000, int(targets[min(level, len(targets) - 1)] * share))
         counts.append(int(min(most * max(share, 0.02), wanted / rate)))
         if counts[-1] * rate < 2_000:
             return None
@@ -369,7 +384,7 @@ def multi_estimates(
         predicted = f / s + torch.logaddexp(inner, f / s - math.log(n))
         counts = (torch.softmax(predicted, dim=0) * pairs).ceil().clamp(min=1).long()
         values.append((f0, f))
-        jobs.append(PairJob((f / s).exp(), s, counts, seed + number))
+        jobs.append(PairJob((f / s).exp(), s, counts, stream_seed(seed, _PAIRS, number)))
     stages = len(potentials) + 2
     drawn = draw_pairs(estimation, jobs, progress=part(progress, 0, stages, width=2))
     largest = 2.0 * float(half_square_norms(estimation).max())
@@ -385,7 +400,7 @@ def multi_estimates(
             replicas=potential.replicas,
             trials=counts_of_trials,
             level=monte_carlo_level,
-            seed=seed + 1000 + number,
+            seed=stream_seed(seed, _TRIALS, number),
             progress=part(progress, 2 + number, stages),
         )
         results.append(_assemble(potential, f0, f, found, largest, level=sampling_level))
@@ -400,7 +415,8 @@ def _assemble(
     norm = max(
         largest, *(2.0 * float(half_square_norms(z).max()) for z in (potential.reference, potential.centres.points))
     )
-    # ln V_2 is off by at most eta, and so is each weight of the pairs' law, above and below: 3 eta in all
+    # F_n^2 <= e^eta V_2 F_q everywhere, for the V_2 computed and the law q drawn from; twice as much again for the
+    # draw in two stages and for tuple means in float32
     eta = cost_error(potential.reference.shape[1], norm) / s + SUM_ERROR
     mean_f = float(f.mean())
     in_sample = mean_f - s / m * (found.upper + 1.5 * m * eta)

@@ -32,12 +32,16 @@ class SampleSummary:
 
 
 def record_digests(records: NDArray[np.generic]) -> list[bytes]:
-    """One digest for each record's raw values, (n, ...) any dtype; memory-mapped arrays are read once."""
+    """One digest for each record's raw values, (n, ...) any dtype; memory-mapped arrays are read once.
+
+    The two zeros of floating-point numbers count as one value.
+    """
     header = f"{records.dtype.str}{records.shape[1:]}".encode()
     flat = records.reshape(len(records), -1)
+    rows = (np.where(row == 0, np.zeros_like(row), row) for row in flat) if flat.dtype.kind == "f" else iter(flat)
     return [
         hashlib.blake2b(np.ascontiguousarray(row).tobytes(), digest_size=_DIGEST_BYTES, key=header[:64]).digest()
-        for row in flat
+        for row in rows
     ]
 
 

@@ -25,13 +25,14 @@ from opacus_reconbound.certificates.kernel import half_square_norms, strict_floa
 from opacus_reconbound.certificates.parallel import Counter, Progress, shared_out
 from opacus_reconbound.units import nats_to_bits
 
-__all__ = ["PairJob", "Pool", "double", "draw_pairs"]
+__all__ = ["PairJob", "Pool", "double", "draw_pairs", "stream_seed"]
 
 _HEADS = (12, 48)
 _TRIALS = 1 << 16
 _BLOCK = 256
 _DRAWS = 8192
-# first coordinates are summed in float32: a partial distance is reduced by this before it may reject
+# a distance, of the first coordinates or of all, is reduced by this before it may reject: in spite of float32 the
+# chance of acceptance is never below the exact one, and a larger kernel makes every norm larger
 _HEAD_SAFETY = 1.0 - 1e-4
 
 
@@ -84,6 +85,8 @@ def draw_pairs(
 ) -> list[tuple[float, Pool]]:
     """ln V_2 and a pool of exact draws of q_2, stratified by the first record; one sweep over all pairs for all jobs.
 
+    Without repeats V_2 may be nought where all records are far apart; the pool then means nothing.
+
     A partner is drawn in two stages, a block of columns by the blocks' sums and a column within it, so that no running
     sum over a whole row is needed.
 
@@ -127,7 +130,7 @@ def draw_pairs(
                 totals = running[:, -1]
                 sums[number][first:last] = totals / n
                 row = torch.repeat_interleave(torch.arange(rows), job.counts[first:last])
-                generator = torch.Generator().manual_seed(_seed(job.seed, first))
+                generator = torch.Generator().manual_seed(stream_seed(job.seed, first))
                 target = torch.rand(len(row), generator=generator, dtype=torch.float64) * totals[row]
                 block = _search(running, row, target)
                 below = torch.where(block > 0, running[row, (block - 1).clamp(min=0)], 0.0)
@@ -148,7 +151,7 @@ def draw_pairs(
     for number, job in enumerate(jobs):
         mass = job.weights * sums[number]
         total = float(mass.sum())
-        probability = mass / total
+        probability = mass / total if total > 0.0 else torch.full_like(mass, 1.0 / n)
         first_member = torch.repeat_interleave(torch.arange(n, dtype=torch.int32), job.counts)
         pool = Pool(
             members=torch.stack([first_member, partners[number]], dim=1),
@@ -156,7 +159,7 @@ def draw_pairs(
             rows=probability,
             starts=starts[number],
         )
-        results.append((math.log(total / n), pool))
+        results.append((math.log(total / n) if total > 0.0 else -math.inf, pool))
     return results
 
 
@@ -169,8 +172,8 @@ def _search(running: torch.Tensor, row: torch.Tensor, target: torch.Tensor) -> t
     return torch.searchsorted(running, table, right=True)[row, offset].clamp(max=running.shape[1] - 1)
 
 
-def _seed(seed: int, *parts: int) -> int:
-    """A 63-bit seed from several numbers (splitmix64 steps)."""
+def stream_seed(seed: int, *parts: int) -> int:
+    """A 63-bit seed from several numbers (splitmix64 steps), so that neighbouring numbers give unrelated streams."""
     state = seed & 0xFFFFFFFFFFFFFFFF
     for part in parts:
         state = (state + 0x9E3779B97F4A7C15 * (part + 1)) & 0xFFFFFFFFFFFFFFFF
@@ -178,6 +181,12 @@ def _seed(seed: int, *parts: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 31
     return state >> 1
+
+
+def _below(count: int, number: int, generator: torch.Generator) -> torch.Tensor:
+    """Whole numbers below ``number``, all equally likely: ``torch.randint`` takes 32 bits modulo ``number``."""
+    uniform = torch.rand(count, generator=generator, dtype=torch.float64)
+    return uniform.mul_(number).long().clamp_(max=number - 1)
 
 
 class _Alias:
@@ -198,7 +207,7 @@ class _Alias:
         self.other = torch.tensor(other, dtype=torch.int64)
 
     def draw(self, count: int, generator: torch.Generator) -> torch.Tensor:
-        place = torch.randint(len(self.keep), (count,), generator=generator)
+        place = _below(count, len(self.keep), generator)
         uniform = torch.rand(count, generator=generator, dtype=torch.float64)
         return torch.where(uniform < self.keep[place], place, self.other[place])
 
@@ -239,7 +248,7 @@ def double(
 
     def pick(count: int, generator: torch.Generator) -> torch.Tensor:
         if alias is None or pool.starts is None:
-            return torch.randint(len(members), (count,), generator=generator)
+            return _below(count, len(members), generator)
         row = alias.draw(count, generator)
         first = pool.starts[row]
         own = (pool.starts[row + 1] - first).double()
@@ -260,9 +269,10 @@ def double(
         found = []
         for index in chunks:
             count = min(_TRIALS, trials - index * _TRIALS)
-            generator = torch.Generator().manual_seed(_seed(seed, r, index))
+            generator = torch.Generator().manual_seed(stream_seed(seed, r, index))
             a, b = pick(count, generator), pick(count, generator)
-            limit = torch.empty(count, dtype=torch.float64).exponential_(generator=generator) / factor
+            uniform = torch.rand(count, generator=generator, dtype=torch.float64)
+            limit = uniform.neg_().log1p_().neg_() / factor  # an exponential variable, to the last bit
             for level in range(len(bounds)):
                 alive = (head_distance(level, a, b).double() * _HEAD_SAFETY <= limit).nonzero()[:, 0]
                 a, b, limit = a[alive], b[alive], limit[alive]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from opacus_reconbound._files import check_writable
 from opacus_reconbound.errors import InvalidValueError
 
-__all__ = ["plot_plan", "plot_run"]
+__all__ = ["check_picture", "plot_plan", "plot_run"]
 
+_FORMATS = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 _RHO = "ρ*, lower bound on any attack's relative RMSE"
 _BLUE, _ORANGE, _GREY = "#1f5fa8", "#c8641a", "#6b6b6b"
 
@@ -25,7 +28,7 @@ def plot_plan(
     last_step: int | None = None,
     title: str = "Reconstruction bound of the planned run",
 ) -> Path:
-    """Draw ρ* against the step, the floor, and the last step that keeps it; the leakage on a second axis above.
+    """Draw ρ* against the step, the floor, and the last step that keeps it; the leakage on a second axis.
 
     Returns:
         The path written.
@@ -35,10 +38,10 @@ def plot_plan(
     _floor(axes, min_rho, last_step)
     axes.set(xlabel="training step", ylabel=_RHO, title=title, ylim=(0, 1.02))
     second = axes.twinx()
-    second.plot(steps, leakage_bits, color=_GREY, linewidth=1, linestyle=":", label="leakage")
+    second.plot(steps, leakage_bits, color=_GREY, linewidth=1.2, linestyle="-.", label="leakage γ")
     second.set_ylabel("γ, bits about one record")
     second.set_ylim(bottom=0)
-    _legend(axes, second)
+    _legend(figure, axes, second)
     return _save(figure, path)
 
 
@@ -65,7 +68,7 @@ def plot_run(
     second = axes.twinx()
     second.plot(accuracy_steps, accuracy, color=_ORANGE, marker="o", markersize=3, linewidth=1.5, label="test accuracy")
     second.set(ylabel="test accuracy", ylim=(0, 1.02))
-    _legend(axes, second)
+    _legend(figure, axes, second)
     return _save(figure, path)
 
 
@@ -87,17 +90,26 @@ def _floor(axes: Any, min_rho: float | None, last_step: int | None) -> None:
         axes.axvline(last_step, color="black", linewidth=1, linestyle=":", label=f"last step {last_step:,}")
 
 
-def _legend(axes: Any, second: Any) -> None:
+def _legend(figure: Any, axes: Any, second: Any) -> None:
     handles, labels = axes.get_legend_handles_labels()
     more, names = second.get_legend_handles_labels()
-    axes.legend(handles + more, labels + names, loc="lower center", framealpha=0.9)
+    # below the axes, where no line is
+    figure.legend(handles + more, labels + names, loc="outside lower center", ncols=4, frameon=False)
+
+
+def check_picture(path: str | os.PathLike[str]) -> None:
+    """Refuse a path that names no picture or cannot be written, before anything is computed."""
+    target = Path(path)
+    if target.suffix.lower() not in _FORMATS:
+        raise InvalidValueError(f"{target} names no picture format; use one of: {', '.join(_FORMATS)}.")
+    check_writable(target, "the picture's file, such as plan.png")
 
 
 def _save(figure: Any, path: str | os.PathLike[str]) -> Path:
     target = Path(path)
-    kinds = set(figure.canvas.get_supported_filetypes())
-    if target.suffix.lstrip(".").lower() not in kinds:
-        raise InvalidValueError(f"{target} has no picture format; use one of: {', '.join(sorted(kinds))}.")
+    check_picture(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=140)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=140, format=target.suffix[1:].lower())
+    target.write_bytes(content.getvalue())
     return target

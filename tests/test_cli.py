@@ -1,0 +1,636 @@
+"""The command line: every command, its numbers, and what it says to bad input."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import pickle
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from opacus_reconbound import Pixels, Schedule, SourceCertificate, calibrate_noise, certify, forecast
+from opacus_reconbound.accountants import RDPMutualInformationAccountant
+from opacus_reconbound.certificates import BlockDesign, ReplicaDesign
+from opacus_reconbound.certificates.scale import TraceScale
+from opacus_reconbound.certificates.split import SampleSummary, split_indices
+from opacus_reconbound.cli import main
+
+MODULE = importlib.import_module("opacus_reconbound.certificates.certify")  # the package has a function of that name
+ROOT = Path(__file__).resolve().parent.parent
+DIGITS = load_digits().images.astype(np.uint8)[np.random.default_rng(0).permutation(1797)][:700]
+COMMANDS = ("certify", "inspect", "bound", "calibrate", "plan", "demo")
+
+CERTIFICATE = SourceCertificate(
+    designs=(
+        ReplicaDesign(temperature=0.2, intercept=0.85),
+        ReplicaDesign(temperature=0.5, intercept=0.9),
+        BlockDesign(block_size=28, dither=1.6, entropy_bits=7.9),
+    ),
+    trace=TraceScale(scale=100.0, upper=110.0, level=0.05, pairs=10, squared_diameter=4096.0),
+    representation=Pixels((0, 16)).describe((8, 8)),
+    reference=SampleSummary(n=100, fingerprint="a"),
+    estimation=SampleSummary(n=600, fingerprint="b"),
+    alpha=0.05,
+    alpha_split={"replica": 0.05},
+    seed=0,
+)
+HIGHEST = CERTIFICATE.highest_rho
+
+
+class Harmful:
+    """Unpickling it makes a file."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("executed",)
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out, parse_constant=lambda constant: pytest.fail(f"not JSON: {constant}"))
+
+
+class Runner:
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def __call__(self, command: str, code: int = 0) -> Result:
+        self.capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            main(shlex.split(command))
+        result = Result(exit_.value.code, *self.capsys.readouterr())  # type: ignore[arg-type]
+        assert result.code == code, result
+        return result
+
+    def error(self, command: str, match: str) -> None:
+        """Exit code 2, nothing on stdout, one line on stderr."""
+        result = self(command, code=2)
+        assert result.out == ""
+        assert result.err.startswith("Error: ")
+        assert result.err.count("\n") == 1
+        assert result.err.endswith((".\n", "'\n"))  # a command to copy has no full stop
+        assert "Traceback" not in result.err
+        assert re.search(match, result.err), result.err
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Runner:
+    return Runner(capsys)
+
+
+def picture(path: Path, mode: str = "L", size: tuple[int, int] = (8, 8), seed: int = 0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    grey = np.random.default_rng(seed).integers(0, 256, size=size[::-1], dtype=np.uint8)
+    if mode == "I;16":
+        Image.fromarray(grey.astype(np.uint16) * 256).save(path)
+    else:
+        Image.fromarray(grey).convert(mode).save(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of everything, good and bad."""
+    base = tmp_path_factory.mktemp("cli")
+    CERTIFICATE.save(base / "c.json")
+    text = (base / "c.json").read_text()
+    (base / "truncated.json").write_text(text[: len(text) // 2])
+    (base / "tampered.json").write_text(text.replace('"alpha": 0.05', '"alpha": 0.04'))
+    (base / "newer.json").write_text(text.replace('"schema_version": 1', '"schema_version": 2'))
+    (base / "other.json").write_text("{}")
+    np.save(base / "d.npy", DIGITS)
+    np.save(base / "a.npy", DIGITS[:200])
+    np.save(base / "b.npy", DIGITS[200:])
+    np.save(base / "a-with-first-of-b.npy", np.concatenate([DIGITS[:200], DIGITS[200:201]]))
+    np.savez(base / "one.npz", x=DIGITS)
+    np.savez_compressed(base / "two.npz", x=DIGITS[:350], y=DIGITS[350:], label=np.arange(700))
+    scaled = DIGITS / 16
+    np.save(base / "float.npy", scaled)
+    for name, value in (("nan", math.nan), ("inf", math.inf)):
+        scaled[5, 0, 0] = value
+        np.save(base / f"{name}.npy", scaled)
+    np.save(base / "wide.npy", np.zeros((300, 9, 9), np.uint8))
+    np.save(base / "constant.npy", np.zeros((300, 8, 8), np.uint8))
+    np.save(base / "flat.npy", np.arange(1000))
+    np.save(base / "none.npy", np.zeros((0, 8, 8), np.uint8))
+    np.save(base / "complex.npy", DIGITS.astype(complex))
+    np.save(base / "text.npy", np.array([["a", "b"]] * 300))
+    harmful = np.array([Harmful()] * 300, dtype=object)
+    np.save(base / "object.npy", harmful, allow_pickle=True)
+    np.savez(base / "object.npz", x=harmful)
+    for name in ("pickle.npy", "pickle.npz", "pickle.json"):
+        (base / name).write_bytes(pickle.dumps(Harmful()))
+    for name in ("empty.npy", "empty.npz", "empty.json"):
+        (base / name).touch()
+    whole = (base / "d.npy").read_bytes()
+    (base / "cut.npy").write_bytes(whole[: len(whole) // 2])
+    (base / "noise.npz").write_bytes(b"hello")
+    (base / "renamed.npz").write_bytes(whole)
+    (base / "renamed.npy").write_bytes((base / "one.npz").read_bytes())
+    (base / "notes.txt").write_text("hello")
+    for index in range(140):
+        picture(base / f"images/{index % 3}/{index}.png", seed=index)
+    picture(base / "sizes/0.png")
+    picture(base / "sizes/1.png", size=(8, 9))
+    picture(base / "channels/0.png")
+    picture(base / "channels/1.png", "RGB")
+    picture(base / "deep/0.png", "I;16")
+    picture(base / "broken/0.png")
+    (base / "broken/1.png").write_bytes((base / "broken/0.png").read_bytes()[:60])
+    (base / "no-images").mkdir()
+    (base / "no-images/readme.txt").write_text("hello")
+    return base
+
+
+@pytest.fixture(autouse=True)
+def _inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+# ---- the commands and their numbers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help(run: Runner, command: str) -> None:
+    result = run(f"{command} --help")
+    assert result.err == ""
+    assert result.out.startswith(f"Usage: reconbound {command}".rstrip())
+    if command == "":
+        for name in COMMANDS:
+            assert f"\n  {name} " in result.out
+        assert "..." not in result.out.split("Commands:")[1], "a description is cut off"
+        assert "Exit codes" in result.out
+    else:
+        options = result.out.split("\nOptions:\n")[1]
+        for line in re.findall(r"^  -.*$(?=\n(?:  -|\Z))", options, re.MULTILINE):
+            assert re.search(r"\S  +\S", line), f"not documented: {line}"
+
+
+def test_no_arguments_show_the_help_and_the_version_is_there(run: Runner) -> None:
+    assert "Commands:" in run("", code=2).err
+    assert re.fullmatch(r"\d+[.+].*\n", run("--version").out)
+
+
+def test_certify_splits(run: Runner, tmp_path: Path) -> None:
+    target = tmp_path / "new" / "folder" / "cert.json"
+    result = run(f"certify d.npy -o {target} --n-reference 200 --n-estimation 450 --seed 3")
+    parts = split_indices(700, [200, 450], seed=3)
+    expected = certify(DIGITS[parts[0]], DIGITS[parts[1]], seed=3)
+    assert SourceCertificate.load(target) == expected
+    assert f"Wrote {target}." in result.out
+    assert "200 reference and 450 estimation records" in result.out
+    assert "It assumes:" in result.out
+    assert [path.name for path in target.parent.iterdir()] == ["cert.json"]
+    shown = run(f"certify d.npy -o {target} --n-reference 200 --n-estimation 450 --seed 3 --json").json
+    assert shown["digest"] == expected.digest == run(f"inspect {target} --json").json["digest"]
+    assert shown["confidence"] == 0.95
+
+
+def test_certify_takes_samples_as_they_are(run: Runner, tmp_path: Path) -> None:
+    run(f"certify --reference a.npy --estimation b.npy -o {tmp_path / 'c.json'} --value-range 0 16 --alpha 0.1")
+    expected = certify(DIGITS[:200], DIGITS[200:], representation=Pixels((0, 16)), alpha=0.1)
+    assert SourceCertificate.load(tmp_path / "c.json") == expected
+    for normaliser in ("ucb", "900.5"):
+        run(f"certify --reference a.npy --estimation b.npy -o {tmp_path / 'd.json'} --normaliser {normaliser}")
+        declared: Any = normaliser if normaliser == "ucb" else float(normaliser)
+        assert SourceCertificate.load(tmp_path / "d.json") == certify(DIGITS[:200], DIGITS[200:], normaliser=declared)
+
+
+def test_certify_concatenates_sources_in_order(run: Runner, tmp_path: Path) -> None:
+    digests = []
+    for data in ("d.npy", "a.npy b.npy", "two.npz:x two.npz:y", "one.npz", "one.npz:x"):
+        digests.append(run(f"certify {data} -o {tmp_path / 'c.json'} --json").json["digest"])
+    assert len(set(digests)) == 1
+    assert SourceCertificate.load(tmp_path / "c.json").reference.n == 100  # a seventh
+    run(f"certify --reference a.npy --estimation two.npz:y -o {tmp_path / 'c.json'} --allow-repeats")
+    assert "repeats values" in SourceCertificate.load(tmp_path / "c.json").assumptions[-1]
+
+
+def test_certify_reads_a_folder_of_images_and_floats(run: Runner, tmp_path: Path) -> None:
+    found = run(f"certify images/ -o {tmp_path / 'c.json'} --n-reference 40 --json").json
+    assert (found["reference"]["n"], found["estimation"]["n"]) == (40, 100)
+    assert found["representation"]["dimension"] == 64
+    found = run(f"certify float.npy -o {tmp_path / 'c.json'} --value-range 0 1 --json").json
+    assert found["representation"]["peak"] == 1.0
+
+
+def test_npy_files_are_mapped_not_read(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+    load = np.load
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        modes.append(kwargs.get("mmap_mode"))
+        assert kwargs["allow_pickle"] is False
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(np, "load", spy)
+    run(f"certify d.npy -o {tmp_path / 'c.json'}")
+    assert modes == ["r"]
+
+
+def test_inspect(run: Runner) -> None:
+    text = run("inspect c.json").out
+    assert CERTIFICATE.explain() in text
+    assert CERTIFICATE.digest[:16] in text
+    shown = run("inspect c.json --json").json
+    assert shown.pop("confidence") == 0.95
+    assert SourceCertificate.from_json(json.dumps(shown)) == CERTIFICATE
+
+
+def test_bound(run: Runner) -> None:
+    schedule = Schedule.constant(sample_rate=0.1, noise_multiplier=1.1, steps=100)
+    expected = CERTIFICATE.bound(schedule.charged_bits)
+    accountant = RDPMutualInformationAccountant()
+    accountant.history = [(1.1, 0.1, 100)]
+    shown = run("bound c.json --sample-rate 0.1 --noise-multiplier 1.1 --steps 100 --delta 1e-4 --json").json
+    for name, value in {
+        "leakage_bits": schedule.charged_bits,
+        "rho_star": expected.rho,
+        "mse": expected.mse,
+        "rmse": expected.rmse,
+        "rmse_per_coordinate": expected.rmse_per_coordinate,
+        "psnr": expected.psnr,
+        "confidence": 0.95,
+        "epsilon": accountant.get_epsilon(1e-4),
+        "delta": 1e-4,
+    }.items():
+        assert shown[name] == value, name
+    assert shown["design"]["kind"] == "replica"
+    text = run("bound c.json -q 0.1 -s 1.1 -t 100").out
+    assert expected.explain() in text
+    assert "at δ = 1e-05 (RDP)" in text
+    assert run("bound c.json --leakage-bits 1 --json").json["rho_star"] == CERTIFICATE.bound(1.0).rho
+    assert "epsilon" not in run("bound c.json --leakage-bits 1 --json").json
+
+
+def test_bound_checks_a_floor(run: Runner) -> None:
+    rho = CERTIFICATE.bound(1.0).rho
+    assert run(f"bound c.json --leakage-bits 1 --min-rho {rho!r} --json").json["met"] is True
+    missed = math.nextafter(rho, 1)
+    assert run(f"bound c.json --leakage-bits 1 --min-rho {missed!r} --json", code=1).json["met"] is False
+    assert "is met" in run("bound c.json --leakage-bits 1 --min-rho 0.5").out
+    failed = run("bound c.json --leakage-bits 1 --min-rho 0.99", code=1)
+    assert "NOT met" in failed.out
+    assert failed.err == ""
+
+
+@pytest.mark.parametrize(
+    ("sigma", "bits", "epsilon"),
+    [("0", math.inf, math.inf), ("1e-200", math.inf, math.inf), ("1e-160", None, math.inf), ("inf", 0.0, 0.0)],
+)
+def test_extreme_noise(run: Runner, sigma: str, bits: float | None, epsilon: float) -> None:
+    """Infinite leakage, or none, is shown as that; Opacus's accountant, which fails or hangs there, is not asked."""
+    shown = run(f"bound c.json -q 0.02 -s {sigma} -t 100 --json").json
+    assert bits is None or float(shown["leakage_bits"]) == bits
+    assert float(shown["epsilon"]) == epsilon
+    if epsilon == math.inf:
+        assert (shown["rho_star"], shown["epsilon"], shown["psnr"]) == (0.0, "inf", "inf")
+        text = run(f"bound c.json -q 0.02 -s {sigma} -t 100").out
+        assert "guarantees nothing" in text
+        assert "ε <= inf" in text
+        run(f"bound c.json -q 0.02 -s {sigma} -t 100 --min-rho 0.01", code=1)
+        planned = run(f"plan c.json -q 0.02 -s {sigma} -t 100 --min-rho 0.5 --json").json
+        assert planned["last_step"] == 0
+        assert planned["rows"][0] == {"step": 0, "leakage_bits": 0.0, "rho_star": HIGHEST}
+        assert planned["rows"][-1]["rho_star"] == 0.0
+        text = run(f"plan c.json -q 0.02 -s {sigma} -t 100 --min-rho 0.5").out
+        assert "reached at step 0" in text
+        assert "nan" not in text
+    else:
+        assert shown["rho_star"] == HIGHEST
+
+
+def test_nothing_sampled_or_no_steps_is_no_leakage(run: Runner) -> None:
+    for schedule in ("-q 0 -s 0 -t 10", "-q 0.5 -s 0 -t 0"):
+        shown = run(f"bound c.json {schedule} --json").json
+        assert (shown["leakage_bits"], shown["rho_star"], shown["epsilon"]) == (0.0, HIGHEST, 0.0)
+
+
+@pytest.mark.parametrize("rate", ["0.01", "0.3", "1"])
+@pytest.mark.parametrize("steps", [1, 5000, 3_000_000])
+def test_calibrate_prints_a_noise_that_keeps_the_floor(run: Runner, rate: str, steps: int) -> None:
+    shown = run(f"calibrate c.json --min-rho 0.7 --sample-rate {rate} --steps {steps} --json").json
+    sigma = shown["noise_multiplier"]
+    least = calibrate_noise(CERTIFICATE, min_rho=0.7, sample_rate=float(rate), steps=steps)
+    assert least <= sigma <= least + 1.1e-6
+    assert shown["rho_star"] >= 0.7
+    assert shown["min_rho"] == 0.7
+    text = run(f"calibrate c.json --min-rho 0.7 --sample-rate {rate} --steps {steps}").out
+    printed = re.search(r"noise_multiplier = (\S+):", text)
+    assert printed is not None
+    assert float(printed[1]) == sigma, "the printed figure must not be rounded below"
+    assert run(f"bound c.json -q {rate} -t {steps} -s {printed[1]} --min-rho 0.7 --json").json["met"] is True
+    run(f"bound c.json -q {rate} -t {steps} -s {least * (1 - 1e-5)!r} --min-rho 0.7", code=1)
+    assert "ε <=" in text
+
+
+def test_plan(run: Runner, tmp_path: Path) -> None:
+    command = "plan c.json -q 0.1 -s 1 -t 400 --min-rho 0.8"
+    ahead = forecast(CERTIFICATE, sample_rate=0.1, noise_multiplier=1.0, steps=400, min_rho=0.8)
+    shown = run(f"{command} --rows 4 --json").json
+    last = shown["last_step"]
+    assert last == ahead.last_step
+    assert [row["step"] for row in shown["rows"]] == sorted({0, 100, 200, 300, 400, last})
+    for row in shown["rows"]:
+        bits = Schedule.constant(sample_rate=0.1, noise_multiplier=1.0, steps=row["step"]).charged_bits
+        assert row["leakage_bits"] == pytest.approx(bits, rel=1e-12)
+        assert row["rho_star"] == pytest.approx(CERTIFICATE.bound(bits).rho, rel=1e-12)
+        assert (row["rho_star"] >= 0.8) == (row["step"] <= last)
+    run(f"bound c.json -q 0.1 -s 1 -t {last} --min-rho 0.8")
+    run(f"bound c.json -q 0.1 -s 1 -t {last + 1} --min-rho 0.8", code=1)
+    target = tmp_path / "new" / "plan.svg"
+    text = run(f"{command} --plot {target}").out
+    assert target.read_text().rstrip().endswith("</svg>")
+    assert ahead.describe() in text
+    assert f"Wrote {target}." in text
+    marked = [line for line in text.splitlines() if "<- last step that keeps the floor" in line]
+    assert len(marked) == 1
+    assert marked[0].split()[0] == str(last)
+    assert run("plan c.json -q 0.1 -s 1 -t 10 --json").json["last_step"] is None
+    assert len({len(line.split("  <-")[0]) for line in text.splitlines()[:12]}) == 1, "columns are not aligned"
+
+
+def test_plan_of_a_huge_number_of_steps(run: Runner) -> None:
+    lines = run(f"plan c.json -q 0.1 -s 1 -t {2**53}").out.splitlines()
+    assert len({len(line) for line in lines[:-1]}) == 1
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        ("missing.npy", "no file or folder missing.npy"),
+        ("missing.npz:x", "no file or folder missing.npz"),
+        ("empty.npy", "empty.npy is empty"),
+        ("empty.npz:x", "empty.npz is empty"),
+        ("cut.npy", "cut.npy cannot be read"),
+        ("noise.npz", "noise.npz cannot be read"),
+        ("renamed.npz", "single array.*Rename it to renamed.npy"),
+        ("renamed.npy", "not what its name says"),
+        ("notes.txt", "of a kind that is not read"),
+        ("object.npy", "Python objects"),
+        ("object.npz", "Python objects"),
+        ("object.npz:x", "Python objects"),
+        ("pickle.npy", "Python objects"),
+        ("pickle.npz", "Python objects"),
+        ("two.npz", "several arrays; say which: two.npz:x, two.npz:y, two.npz:label"),
+        ("two.npz:z", "no array 'z'. It has: x, y, label"),
+        ("two.npz:", "no array ''"),
+        ("flat.npy", r"shape \(1000,\)"),
+        ("two.npz:label", r"shape \(700,\)"),
+        ("none.npy", r"shape \(0, 8, 8\)"),
+        ("complex.npy --value-range 0 1", "real numbers. Found an array of type complex128"),
+        ("text.npy --value-range 0 1", "real numbers. Found an array of type <U1"),
+        ("float.npy", "float64, not 8-bit.*--value-range 0 1"),
+        ("nan.npy --value-range 0 1", r"\[\d+\] holds NaN"),
+        ("inf.npy --value-range 0 1", r"\[\d+\] holds NaN or infinite"),
+        ("constant.npy", "share"),
+        ("constant.npy --allow-repeats", "all alike"),
+        ("d.npy wide.npy", r"wide.npy holds records of shape \(9, 9\)"),
+        ("d.npy float.npy", "float.npy holds .* type float64"),
+        ("d.npy d.npy", "given twice"),
+        ("d.npy ./d.npy", "given twice"),
+        ("one.npz one.npz:x", "given twice"),
+        ("images images/0", "given twice"),
+        ("d.npy one.npz", "share"),
+        ("no-images", "holds no images"),
+        ("sizes", r"1.png has the shape \(9, 8\).*0.png has \(8, 8\)"),
+        ("channels", r"1.png has the shape \(8, 8, 3\)"),
+        ("deep", "0.png cannot be read.*mode I;16"),
+        ("broken", "1.png cannot be read"),
+        ("d.npy --n-reference 701", "need 701 records, but there are 700"),
+        ("d.npy --n-reference 400 --n-estimation 301", "need 701 records, but there are 700"),
+        ("d.npy --n-reference 601", "estimation sample has 99 records; at least 100"),
+        ("d.npy --n-reference 5", "reference sample has 5"),
+        ("d.npy --n-reference -1", "--n-reference to be a whole number >= 0. Found -1"),
+        ("d.npy --n-estimation -1", "--n-estimation to be a whole number >= 0. Found -1"),
+        ("d.npy --n-reference 1.5", "'1.5' is not a whole number"),
+        ("d.npy --seed -1", "--seed to be a whole number >= 0. Found -1"),
+        ("d.npy --alpha 0", "Found 0.0"),
+        ("d.npy --alpha 1", "Found 1.0"),
+        ("d.npy --alpha nan", "NaN"),
+        ("d.npy --designs quick", "Found 'quick'"),
+        ("d.npy --normaliser trace", "Found 'trace'"),
+        ("d.npy --normaliser -1", "Found -1.0"),
+        ("d.npy --value-range 1 0", "low < high"),
+        ("d.npy --value-range 0 nan", "NaN"),
+        ("d.npy --value-range a b", "Found 'a'"),
+        ("d.npy --value-range 0 8", "values from 0 to 16"),
+        ("d.npy --device nonsense", "--device nonsense cannot be used"),
+        ("d.npy --reference a.npy", "either DATA"),
+        ("--reference a.npy", "--estimation go together"),
+        ("--estimation a.npy", "--estimation go together"),
+        ("", "No data was given"),
+        ("--reference a.npy --estimation b.npy --n-reference 10", "taken as they are"),
+        ("--reference a-with-first-of-b.npy --estimation b.npy", "share 1 record"),
+        ("--reference a.npy --estimation a.npy --allow-repeats", "given twice"),
+        ("--reference a.npy --estimation b.npy --estimation b.npy", "given twice"),
+        ("--reference a.npy --estimation wide.npy", "different shapes"),
+        ("--reference a.npy --estimation float.npy --value-range 0 16", "different types"),
+        ("d.npy --unknown", "No such option"),
+    ],
+)
+def test_certify_refuses(run: Runner, data: str, match: str, tmp_path: Path) -> None:
+    run.error(f"certify {data} -o {tmp_path / 'out.json'}", match)
+    assert not list(tmp_path.iterdir())
+    assert not Path("executed").exists(), "a pickle was executed"
+
+
+@pytest.mark.parametrize(
+    ("output", "match"),
+    [
+        ("images", "images is a folder"),
+        ("''", "is a folder"),
+        ("d.npy", "would be overwritten"),
+        ("new.npy", "named like data"),
+        ("a.npy/out.json", "a.npy is a file"),
+        ("/proc/none/out.json", "cannot be written"),
+    ],
+)
+def test_certify_refuses_an_output_before_it_computes(
+    run: Runner, output: str, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MODULE, "certify", lambda *_, **__: pytest.fail("computed"))
+    before = Path("d.npy").read_bytes()
+    run.error(f"certify d.npy -o {output}", match)
+    assert Path("d.npy").read_bytes() == before
+    run.error("certify d.npy", "Missing option '--output'")
+
+
+@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() == 0, reason="everything is writable")
+def test_a_folder_without_permission(run: Runner, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    run.error(f"certify d.npy -o {tmp_path / 'c.json'}", "cannot be written: Permission denied")
+
+
+@pytest.mark.parametrize("command", ["inspect {}", "bound {} --leakage-bits 1", "plan {} -q 0.1 -s 1 -t 10"])
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("missing.json", "no certificate at missing.json"),
+        ("empty.json", "is empty"),
+        ("truncated.json", "truncated"),
+        ("tampered.json", "altered"),
+        ("newer.json", "schema version 2"),
+        ("other.json", "not a reconstruction certificate"),
+        ("pickle.json", "cannot be read|not whole JSON"),
+        ("d.npy", "cannot be read as a certificate"),
+        ("images", "cannot be read as a certificate"),
+    ],
+)
+def test_a_bad_certificate(run: Runner, command: str, name: str, match: str) -> None:
+    run.error(command.format(name), match)
+    assert not Path("executed").exists(), "a pickle was executed"
+
+
+SCHEDULE = "-q 0.1 -s 1 -t 100"
+
+
+@pytest.mark.parametrize(
+    ("command", "match"),
+    [
+        ("bound c.json -q 1.2 -s 1 -t 10", r"sample_rate in \[0, 1\].*Found 1.2.*batch size"),
+        ("bound c.json -q -0.1 -s 1 -t 10", "Found -0.1"),
+        ("bound c.json -q nan -s 1 -t 10", "NaN"),
+        ("bound c.json -q 0.1 -s -1 -t 10", "noise_multiplier >= 0. Found -1.0"),
+        ("bound c.json -q 0.1 -s nan -t 10", "NaN"),
+        ("bound c.json -q 0.1 -s abc -t 10", "--noise-multiplier.*'abc' is not a number"),
+        ("bound c.json -q 0.1 -s 1 -t -3", "--steps to be a whole number >= 0. Found -3"),
+        ("bound c.json -q 0.1 -s 1 -t 2.5", "--steps.*'2.5' is not a whole number"),
+        ("bound c.json -q 0.1 -s 1 -t 1e3", "'1e3' is not a whole number"),
+        (f"bound c.json -q 0.1 -s 1 -t {10**30}", f"--steps .*Found {10**30}"),
+        (f"bound c.json {SCHEDULE} --delta 2", r"delta in \(0, 1\). Found 2.0"),
+        (f"bound c.json {SCHEDULE} --delta 0", "Found 0.0"),
+        (f"bound c.json {SCHEDULE} --leakage-bits 1", "not a part or a mixture"),
+        ("bound c.json -q 0.1 -s 1", "not a part or a mixture"),
+        ("bound c.json", "not a part or a mixture"),
+        ("bound c.json --leakage-bits -1", "Found -1.0"),
+        ("bound c.json --leakage-bits nan", "NaN"),
+        ("bound", "Missing argument 'CERT'. See `reconbound bound --help`"),
+        (f"calibrate c.json --min-rho 0.7 -q 0.1 -t {10**30}", "--steps"),
+        ("calibrate c.json -q 0.1 -t 10", "Missing option '--min-rho'"),
+        ("calibrate c.json --min-rho 0.7 -q 1.2 -t 10", "Found 1.2"),
+        ("calibrate c.json --min-rho 0.7 -q 0.1 -t -1", "Found -1"),
+        ("calibrate c.json --min-rho 0.7 -q 0.1 -t 10 --delta nan", "NaN"),
+        ("plan c.json -q 0.1 -s 1 -t 0", "--steps to be a whole number >= 1. Found 0"),
+        (f"plan c.json -q 0.1 -s 1 -t {10**30}", "--steps"),
+        (f"plan c.json {SCHEDULE} --rows 0", "--rows to be a whole number >= 1"),
+        (f"plan c.json {SCHEDULE} --rows 1000000000", "--rows to be a whole number <= 100000"),
+        (f"plan c.json {SCHEDULE} --plot plan", "names no picture format; use one of: .png, .svg"),
+        (f"plan c.json {SCHEDULE} --plot plan.pgf", "names no picture format"),
+        (f"plan c.json {SCHEDULE} --plot d.npy/plan.png", "cannot be written"),
+        (f"plan c.json {SCHEDULE} --plot images", "names no picture format"),
+        ("inspect c.json more", r"unexpected extra argument"),
+        ("guess", "No such command 'guess'"),
+        ("demo -o d.npy", "d.npy is a file"),
+        ("demo -o d.npy/demo", "cannot be written"),
+        ("demo --seed -1", "seed to be a whole number >= 0. Found -1"),
+        ("demo --seed 4294967296", "<= 4294967295"),
+        ("demo --seed x", "'x' is not a whole number"),
+    ],
+)
+def test_bad_arguments(run: Runner, command: str, match: str) -> None:
+    run.error(command, match)
+
+
+@pytest.mark.parametrize("floor", ["0", "1.5", "-0.5", "nan", "x"])
+@pytest.mark.parametrize(
+    "command", [f"bound c.json {SCHEDULE}", "calibrate c.json -q 0.1 -t 10", f"plan c.json {SCHEDULE}"]
+)
+def test_bad_floors(run: Runner, command: str, floor: str) -> None:
+    run.error(f"{command} --min-rho {floor}", f"(?i)--min-rho.*{floor}")
+
+
+def test_a_floor_above_the_highest(run: Runner) -> None:
+    above = math.nextafter(HIGHEST, 1)
+    for command in ("calibrate c.json -q 0.1 -t 10", f"plan c.json {SCHEDULE}"):
+        run.error(f"{command} --min-rho {above!r}", r"above what this certificate supports: ρ\* at zero leakage is")
+    run(f"bound c.json {SCHEDULE} --min-rho {above!r}", code=1)
+
+
+def test_matplotlib_is_named_where_it_is_missing(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    run.error(f"plan c.json {SCHEDULE} --plot plan.png", r"needs matplotlib.*pip install 'opacus-reconbound\[report\]'")
+
+
+# ---- interruptions and processes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("where", "name"), [(MODULE, "replica_designs"), (os, "replace"), (os, "fsync")])
+def test_an_interruption_leaves_no_half_file(
+    run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: ModuleType, name: str
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, name, interrupt)
+    result = run(f"certify d.npy -o {tmp_path / 'c.json'}", code=130)
+    assert result.err == "Interrupted.\n"
+    assert result.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interruption_keeps_the_old_file(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = CERTIFICATE.save(tmp_path / "c.json").read_bytes()
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    run(f"certify d.npy -o {tmp_path / 'c.json'}", code=130)
+    assert (tmp_path / "c.json").read_bytes() == old
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_running_out_of_memory_is_one_line(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError("Unable to allocate 8 PiB.")
+
+    monkeypatch.setattr(MODULE, "certify", fail)
+    run.error(f"certify d.npy -o {tmp_path / 'c.json'}", "Unable to allocate")
+
+
+def process(command: str, **kwargs: Any) -> subprocess.Popen[str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, "-m", "opacus_reconbound.cli", *shlex.split(command)],
+        env=os.environ | {"PYTHONPATH": path} | kwargs,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_process_on_a_terminal_without_greek_letters() -> None:
+    child = process("bound c.json --leakage-bits 1 --min-rho 0.99 --json", PYTHONIOENCODING="ascii")
+    out, err = child.communicate(timeout=60)
+    assert (child.returncode, err) == (1, "")
+    assert json.loads(out)["rho_star"] == CERTIFICATE.bound(1.0).rho
+    child = process("bound c.json --leakage-bits 1", PYTHONIOENCODING="ascii")
+    out, err = child.communicate(timeout=60)
+    assert (child.returncode, err) == (0, "")
+    assert "guess without the model" in out
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    child = process("plan c.json -q 0.001 -s 1 -t 100000 --rows 20000")
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdout.readline()
+    child.stdout.close()
+    assert child.stderr.read() == ""
+    child.stderr.close()
+    assert child.wait(timeout=60) == 141
