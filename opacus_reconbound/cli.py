@@ -134,7 +134,10 @@ def certify(
         str,
         typer.Option(
             metavar="KIND",
-            help="fast (replica designs), block (the paper's; slower), or all (both, each with half of α).",
+            help=(
+                "fast (two replicas), auto (what a pilot on the reference sample chooses, many replicas among it; "
+                "tighter, slower), block (the paper's), or all (fast and block, each with half of α)."
+            ),
         ),
     ] = "fast",
     alpha: Annotated[

@@ -86,7 +86,7 @@ def multi_designs(
     sampling_level: float,
     monte_carlo_level: float,
     seed: int,
-    grid: Sequence[tuple[float, int]] = MULTI_GRID,
+    grid: Sequence[tuple[float, int]] | None = None,
     pairs: int = 5_000_000,
     progress: Progress | None = None,
 ) -> tuple[list[tuple[float, int, tuple[int, ...]]], list[ReplicaDesign]]:
@@ -94,11 +94,11 @@ def multi_designs(
 
     Args:
         reference: D_perp in unit scale, float32 (n', d).
-        estimation: D_est, likewise; both are turned to D_perp's principal axes in place.
+        estimation: D_est, likewise; both may be turned to D_perp's principal axes in place.
         sampling_level: α for all designs' sampling.
         monte_carlo_level: α for all designs' Monte Carlo.
         seed: of everything random.
-        grid: (s, m).
+        grid: (s, m); ``MULTI_GRID`` unless given.
         pairs: about how many pairs to draw for each design at 59,000 records.
         progress: told (done, in all), in hundredths.
 
@@ -108,12 +108,15 @@ def multi_designs(
     Raises:
         DataError: no design of the grid is within reach.
     """
+    reference, estimation = reference.cpu(), estimation.cpu()  # trials are random access; no device gains by them
     if reference.shape[1] <= _LARGEST_AXES:
         axes = principal_axes(reference)
         for z in (reference, estimation):
             for start in range(0, len(z), 4096):
                 z[start : start + 4096] = (z[start : start + 4096].double() @ axes).float()
-    potentials = fit_multi_potentials(reference, grid, seed=seed, progress=part(progress, 0, 4))
+    potentials = fit_multi_potentials(
+        reference, MULTI_GRID if grid is None else grid, seed=seed, progress=part(progress, 0, 4)
+    )
     planned = [(potential, plan_trials(potential, len(estimation))) for potential in potentials]
     kept = [(potential, trials) for potential, trials in planned if trials is not None]
     if not kept:

@@ -139,7 +139,7 @@ def fit_multi_potentials(
     seed: int,
     centres: int = 300,
     draws: int = 800,
-    step: float = 0.15,
+    step: float | None = None,
     trials: int = 3_000_000,
     progress: Progress | None = None,
 ) -> tuple[MultiPotential, ...]:
@@ -151,7 +151,7 @@ def fit_multi_potentials(
         seed: of everything random.
         centres: of f_0.
         draws: M, draws of q_m behind f.
-        step: how far f goes from f_0 towards −s ln h.
+        step: how far f goes from f_0 towards −s ln h; by default a choice for each (s, m).
         trials: for each doubling on the reference sample.
         progress: told (done, in all), in hundredths.
     """
@@ -193,7 +193,7 @@ def fit_multi_potentials(
                 centres=mixture,
                 tuple_means=means,
                 log_shares=shares,
-                step=step,
+                step=_step(scale, replicas) if step is None else step,
                 shift=shift,
                 largest=max(float(mixture.potential(reference).max()), 1e-3),
                 acceptances=tuple(acceptances),
@@ -205,6 +205,11 @@ def fit_multi_potentials(
         if progress is not None:
             progress(50 + 50 * (number + 1) // len(pairs), 100)
     return tuple(found)
+
+
+def _step(scale: float, replicas: int) -> float:
+    """How far f goes from f_0: a short way where tuples are large, farther where few records share a tuple."""
+    return 0.4 if scale < 0.2 and replicas <= 8 else 0.15
 
 
 def _first_draws(pool: Pool, count: int, seed: int) -> torch.Tensor:

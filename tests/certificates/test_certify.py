@@ -316,7 +316,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "temperature NaN": ({"temperatures": [math.nan]}, InvalidValueError, "temperatures"),
     "no temperature": ({"temperatures": []}, InvalidValueError, "distinct temperatures"),
     "temperatures twice": ({"temperatures": [0.4, 0.2, 0.4]}, InvalidValueError, "distinct temperatures"),
-    "designs": ({"designs": "slow"}, InvalidValueError, "'fast', 'replica', 'block', 'all'.*'slow'"),
+    "designs": ({"designs": "slow"}, InvalidValueError, "'fast', 'auto', 'replica', 'multi', 'block', 'all'.*'slow'"),
     "designs in a list": ({"designs": ["replica", "oracle"]}, InvalidValueError, "'fast'.*oracle"),
     "no designs": ({"designs": []}, InvalidValueError, "'fast'"),
     "normaliser": ({"normaliser": "mean"}, InvalidValueError, "normaliser to be 'point', 'ucb' or a declared.*'mean'"),
