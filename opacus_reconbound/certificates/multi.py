@@ -226,7 +226,7 @@ def plan_trials(
     n: int,
     *,
     targets: Sequence[int] = (1_000_000, 500_000, 100_000, 100_000),
-    most: int = 200_000_000,
+    most: int = 100_000_000,
 ) -> tuple[int, ...] | None:
     """Trial counts T_4, …, T_m from the acceptances on the reference sample; None where too few would be accepted.
 

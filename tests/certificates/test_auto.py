@@ -48,7 +48,7 @@ def test_many_replicas_from_too_few_records_are_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(auto, "MULTI_GRID", ((0.01, 8),))
     generator = np.random.default_rng(1)
     records = generator.uniform(0, 1, size=(500, 400))  # far from each other: no tuple is ever accepted
-    with pytest.raises(DataError, match="too small for designs with many replicas.*designs='fast'"):
+    with pytest.raises(DataError, match=r"too small for designs with many replicas.*designs='fast'"):
         certify(records[:200], records[200:], representation=Pixels((0, 1)), designs="multi")
 
 
