@@ -66,6 +66,15 @@ def _reveals(sigma: float, q: float) -> bool:
     return q > 0 and not math.isinf(sigma)
 
 
+def require_certificate(certificate: SourceCertificate) -> SourceCertificate:
+    """The certificate, or an error where it is something else, such as a path."""
+    if not hasattr(certificate, "leakage_budget"):
+        raise InvalidValueError(
+            f"Expected a SourceCertificate. Found {certificate!r}. Read a file with SourceCertificate.load(path)."
+        )
+    return certificate
+
+
 def _entries(history: Iterable[Any], start: int = 0) -> list[Entry]:
     return [_entry(index, entry) for index, entry in enumerate(history, start)]
 
@@ -165,6 +174,7 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
         self._history = _History((), 0)
         self._totals = _Totals(0)
         self._budget_bits: float | None = None
+        self._floor: float | None = None  # what the budget stands for, for messages
         super().__init__()
 
     @classmethod
@@ -228,10 +238,11 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
         charged.add(charged_bits)
         after = charged.value
         if after > budget:
+            floor = "" if self._floor is None else f" (the floor ρ* >= {self._floor:g})"
             raise ReconstructionBudgetExceeded(
                 f"Leakage so far: {before:.6g} bits in {steps} step{'s' * (steps != 1)}. One more at "
                 f"noise_multiplier={sigma:.6g}, sample_rate={q:.6g} would make it {after:.6g} bits, above the budget "
-                f"of {budget:.6g} bits. It was not charged, its gradient is discarded and the parameters are "
+                f"of {budget:.6g} bits{floor}. It was not charged, its gradient is discarded and the parameters are "
                 "unchanged. Stop training here, or raise budget_bits and give up the floor it stands for.",
                 leakage_bits=before,
                 next_bits=after,
@@ -307,7 +318,7 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
 
     def bound(self, certificate: SourceCertificate) -> ReconstructionBound:
         """ρ* for the training so far: ``certificate.bound(charged_bits)``."""
-        return certificate.bound(self.charged_bits)
+        return require_certificate(certificate).bound(self.charged_bits)
 
     @property
     def budget_bits(self) -> float | None:
@@ -317,10 +328,12 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
     @budget_bits.setter
     def budget_bits(self, bits: float | None) -> None:
         self._budget_bits = None if bits is None else _validate.non_negative("budget_bits", bits)
+        self._floor = None
 
     def set_floor(self, certificate: SourceCertificate, min_rho: float) -> None:
         """Refuse every step that would take ρ* below ``min_rho``: sets ``budget_bits``."""
-        self.budget_bits = certificate.leakage_budget(min_rho)
+        self.budget_bits = require_certificate(certificate).leakage_budget(min_rho)
+        self._floor = min_rho
 
     def leakage_after(self, *, noise_multiplier: float, sample_rate: float, steps: int = 1) -> float:
         """``charged_bits`` after ``steps`` more steps at (q, σ); charges nothing."""

@@ -57,7 +57,7 @@ _RATE = typer.Option(
     "-q",
     parser=_number,
     metavar="Q",
-    help="Probability that a record enters a step: batch size over number of records.",
+    help="Probability that a record enters a step: 1/len(loader) in Opacus, else batch size over records.",
 )
 _NOISE = typer.Option(
     "--noise-multiplier",

@@ -9,7 +9,7 @@ from typing import Any
 from opacus import PrivacyEngine
 
 from opacus_reconbound import _validate
-from opacus_reconbound.accountants import MutualInformationAccountant
+from opacus_reconbound.accountants import MutualInformationAccountant, require_certificate
 from opacus_reconbound.certificates.certificate import SourceCertificate
 from opacus_reconbound.errors import AccountingError, CalibrationError, InvalidValueError
 from opacus_reconbound.leakage import noise_for_leakage, step_charge, steps_for_leakage
@@ -30,6 +30,7 @@ class Forecast:
         budget_bits: the leakage at which ρ* meets the floor, or None.
         last_step: the last step that keeps the floor, where that is before the planned end; else None.
         highest_rho: ρ* at zero leakage.
+        breached: the floor is breached already, by the steps taken so far.
     """
 
     steps: int | None
@@ -39,6 +40,7 @@ class Forecast:
     budget_bits: float | None
     last_step: int | None
     highest_rho: float
+    breached: bool = False
 
     def describe(self) -> str:
         """One or two sentences, ρ* rounded down."""
@@ -51,6 +53,11 @@ class Forecast:
             )
         if self.min_rho is None:
             return f"Forecast: {text}."
+        if self.breached:
+            return (
+                f"Forecast: the floor of {self.min_rho:g} is already breached by the {self.last_step or 0:,} steps "
+                "taken; no further step will be taken."
+            )
         if self.last_step is not None:
             return (
                 f"Forecast: {text}; the floor of {self.min_rho:g} is reached at step {self.last_step:,}, and training "
@@ -68,6 +75,7 @@ def forecast(
     min_rho: float | None = None,
     steps_taken: int = 0,
     bits_taken: float = 0.0,
+    budget_bits: float | None = None,
 ) -> Forecast:
     """Forecast a run at constant (q, σ), from scratch or from where it stands.
 
@@ -79,17 +87,22 @@ def forecast(
         min_rho: the floor.
         steps_taken: steps already taken.
         bits_taken: bits already charged.
+        budget_bits: a budget in force beside the floor's own; the stricter one counts.
     """
+    require_certificate(certificate)
     sigma = _validate.non_negative("noise_multiplier", noise_multiplier)
     _, charge = step_charge(_validate.sample_rate(sample_rate), sigma)
     budget = None if min_rho is None else certificate.leakage_budget(min_rho)
+    breached = budget is not None and bits_taken > budget
+    if budget is not None and budget_bits is not None:
+        budget = min(budget, budget_bits)
     bits = None if steps is None else bits_taken + total_bits(charge, max(0, steps - steps_taken))
     last_step = None
     if budget is not None:
         left = steps_for_leakage(
             max(0.0, budget - bits_taken), sample_rate=sample_rate, noise_multiplier=noise_multiplier
         )
-        if left is not None and (steps is None or steps_taken + left < steps):
+        if left is not None and (breached or steps is None or steps_taken + left < steps):
             last_step = steps_taken + left
     return Forecast(
         steps=steps,
@@ -99,6 +112,7 @@ def forecast(
         budget_bits=budget,
         last_step=last_step,
         highest_rho=certificate.highest_rho,
+        breached=breached,
     )
 
 
@@ -123,6 +137,7 @@ def calibrate_noise(
         FloorUnreachableError: the certificate does not support the floor even at zero leakage.
         CalibrationError: only infinite noise would do.
     """
+    require_certificate(certificate)
     budget = certificate.leakage_budget(min_rho)
     sigma = noise_for_leakage(budget, sample_rate=sample_rate, steps=steps, relative_tolerance=relative_tolerance)
     if certificate.bound(total_bits(step_charge(sample_rate, sigma)[1], steps)).rho < min_rho:
@@ -184,6 +199,7 @@ def make_private_with_rho(
         FloorUnreachableError: the certificate does not support the floor.
     """
     accountant = require_accountant(engine)
+    require_certificate(certificate)
     epochs = _validate.integer("epochs", epochs, minimum=1)
     if not kwargs.get("poisson_sampling", True):
         raise AccountingError(

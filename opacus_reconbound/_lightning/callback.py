@@ -27,6 +27,13 @@ __all__ = ["ReconstructionBoundMixin"]
 
 _STATE_VERSION = 1
 _KEY = "ReconstructionBoundCallback"
+# a progress bar has little room
+_SHORT = {
+    "reconstruction/rho_star": "rho*",
+    "reconstruction/leakage_bits": "bits",
+    "reconstruction/steps_left": "left",
+    "privacy/epsilon": "eps",
+}
 
 
 class ReconstructionBoundMixin:
@@ -48,7 +55,10 @@ class ReconstructionBoundMixin:
         ``reconstruction/rho_star``: ρ* so far, rounded down.
         ``reconstruction/leakage_bits``: γ charged so far, in bits, rounded up.
         ``reconstruction/steps_left``: further steps within the floor at the present noise (with a floor).
-        ``privacy/epsilon``: ε at ``delta``, every ``epsilon_every_n_steps`` steps.
+        ``privacy/epsilon``: ε at ``delta``, every ``epsilon_every_n_steps`` steps, at each epoch's last step, and
+            before a stop.
+
+    The progress bar shows them as ``rho*``, ``bits``, ``left`` and ``eps``.
 
     Attributes:
         accountant: the account, once training has started.
@@ -200,7 +210,16 @@ class ReconstructionBoundMixin:
             min_rho=self.min_rho,
             steps_taken=len(self.accountant),
             bits_taken=self.accountant.charged_bits,
+            budget_bits=self.accountant.budget_bits,
         )
+        armed = self.accountant.budget_bits
+        if armed is not None and (self.budget_bits is None or armed < self.budget_bits):
+            kept = math.floor(self.certificate.bound(armed).rho * 1e3) / 1e3
+            self._say(
+                trainer,
+                f"The account is still armed with a stricter budget of {armed:.6g} bits (ρ* >= {kept:.3f}), which "
+                "stays in force. To give it up, set accountant.budget_bits = None before fit().",
+            )
         self._say(trainer, self.forecast.describe())
 
     # -- every step -------------------------------------------------------------------------------------------------
@@ -226,8 +245,14 @@ class ReconstructionBoundMixin:
         steps = len(self.accountant)
         if steps != self._logged_steps:
             self._logged_steps = steps
-            values = self._values(with_epsilon=steps % self.epsilon_every_n_steps == 0 or steps == 1)
-            pl_module.log_dict(values, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
+            # also where it may be the last value anyone sees: at the end of an epoch, of the steps, of the budget
+            last = trainer.is_last_batch or steps == trainer.max_steps or self._breaches()
+            values = self._values(with_epsilon=last or steps == 1 or steps % self.epsilon_every_n_steps == 0)
+            pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
+            short = {
+                _SHORT[name]: _three_digits(value, down=name.endswith("rho_star")) for name, value in values.items()
+            }
+            pl_module.log_dict(short, on_step=True, on_epoch=False, prog_bar=True, logger=False, batch_size=1)
         if self._breaches():
             self._stop(trainer, "the next step would breach the floor")
 
@@ -313,6 +338,14 @@ class ReconstructionBoundMixin:
     def _say(self, trainer: Any, text: str) -> None:
         if self.verbose and trainer.is_global_zero:
             tqdm.write(text)  # does not tear a progress bar
+
+
+def _three_digits(value: float, *, down: bool) -> float:
+    """Three significant digits, on the safe side; a progress bar would round to the nearest."""
+    if value == 0.0 or not math.isfinite(value):
+        return value
+    unit = 10.0 ** (math.floor(math.log10(abs(value))) - 2)
+    return (math.floor(value / unit) if down else math.ceil(value / unit)) * unit
 
 
 def _float32_below(value: float) -> float:

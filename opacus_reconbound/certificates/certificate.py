@@ -378,7 +378,7 @@ def _name(design: Design | None) -> str:
         return "(nothing is guaranteed)"
     if isinstance(design, BlockDesign):
         return f"(block design, k = {design.block_size}, ν² = {design.dither:g})"
-    return f"(replica design, m = {design.replicas}, ε = {design.temperature:g})"
+    return f"(replica design, m = {design.replicas}, temperature {design.temperature:.3g})"
 
 
 @lru_cache(maxsize=1)

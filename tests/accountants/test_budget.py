@@ -278,3 +278,12 @@ def test_bound_and_floor_go_through_the_certificate_in_charged_bits(name: str) -
     assert accountant.bound(certificate) == ("bound", accountant.charged_bits)
     accountant.set_floor(certificate, 0.75)
     assert accountant.budget_bits == 3.25
+
+
+def test_a_path_in_place_of_a_certificate_is_refused() -> None:
+    accountant = RDPMutualInformationAccountant()
+    with pytest.raises(InvalidValueError, match=r"SourceCertificate\.load"):
+        accountant.set_floor("certificate.json", 0.7)  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match=r"SourceCertificate\.load"):
+        accountant.bound("certificate.json")  # type: ignore[arg-type]
+    assert accountant.budget_bits is None

@@ -15,9 +15,7 @@ from opacus_reconbound.errors import InvalidValueError
 from opacus_reconbound.leakage import ExactSum, Run, Schedule, step_charge, step_leakage
 
 runs = st.lists(
-    st.builds(
-        Run, st.sampled_from([0.0, 1e-6, 0.02, 0.5, 1.0]), st.sampled_from([0.3, 1.0, 7.5]), st.integers(0, 999)
-    ),
+    st.builds(Run, st.sampled_from([0.0, 1e-6, 0.02, 0.5, 1.0]), st.sampled_from([0.3, 1.0, 7.5]), st.integers(0, 999)),
     max_size=8,
 )
 

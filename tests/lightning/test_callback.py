@@ -436,3 +436,56 @@ def test_checkpoints_move_between_the_namespaces(certificate: SourceCertificate)
         for name in ("lightning", "pytorch_lightning")
     }
     assert keys == {"ReconstructionBoundCallback"}
+
+
+def test_the_last_logged_epsilon_is_that_of_the_whole_run(
+    space: Space, certificate: SourceCertificate, tmp_path: Any
+) -> None:
+    """ε is computed every fifty steps by default; the value that is left standing must not be an old one."""
+    for floor, options, steps in (
+        (None, {}, 24),
+        (floor_after(certificate, 5.5), {}, 5),
+        (None, {"max_steps": 11}, 11),
+    ):
+        model, callback = space.module(), space.callback(certificate, floor)
+        trainer = space.trainer(tmp_path, callback, **options)
+        trainer.fit(model)
+        assert len(callback.accountant) == steps
+        assert float(trainer.callback_metrics["privacy/epsilon"]) >= callback.epsilon()
+
+
+def test_the_progress_bar_has_short_names_on_the_safe_side(
+    space: Space, certificate: SourceCertificate, tmp_path: Any
+) -> None:
+    model, callback = space.module(), space.callback(certificate, floor_after(certificate, 5.5))
+    trainer = space.trainer(tmp_path, callback)
+    trainer.fit(model)
+    bar = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+    assert {"rho*", "bits", "left", "eps"} <= set(bar)
+    assert callback.bound.rho - 0.0011 <= bar["rho*"] <= callback.bound.rho + 1e-7
+    assert bar["bits"] >= callback.accountant.charged_bits - 1e-7
+    assert bar["eps"] >= callback.epsilon() - 1e-6
+
+
+def test_a_resume_below_the_floor_says_that_it_is_breached(
+    space: Space, certificate: SourceCertificate, tmp_path: Any, capsys: pytest.CaptureFixture
+) -> None:
+    model = space.module()
+    model.engine.accountant.history = [(NOISE, RATE, 9)]
+    callback = space.ours.ReconstructionBoundCallback(certificate, floor_after(certificate, 5.5))
+    space.trainer(tmp_path, callback).fit(model)
+    assert model.updates == 0
+    assert callback.forecast.breached
+    assert "already breached by the 9 steps taken" in capsys.readouterr().out
+
+
+def test_a_stricter_budget_that_is_armed_already_stays_and_is_told(
+    space: Space, certificate: SourceCertificate, tmp_path: Any, capsys: pytest.CaptureFixture
+) -> None:
+    model = space.module()
+    model.engine.accountant.set_floor(certificate, floor_after(certificate, 5.5))
+    callback = space.ours.ReconstructionBoundCallback(certificate, floor_after(certificate, 9.5))
+    space.trainer(tmp_path, callback).fit(model)
+    assert model.updates == 5
+    assert callback.forecast.last_step == 5
+    assert "stricter budget" in capsys.readouterr().out
