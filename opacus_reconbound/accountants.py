@@ -9,8 +9,9 @@ once, so a run read step by step, resumed, or read at its end gives the same bit
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,7 @@ Entry = tuple[float, float, int]
 _STATE_VERSION = 1
 _BATCH = 32  # from here on one vectorised evaluation is cheaper than cached single ones
 _LEAST_NOISE, _MOST_NOISE = 1e-3, 1e4  # Opacus computes ε between these
+_CHARGING = Lock()
 _MANY = 2**53  # steps; as good as unlimited
 
 
@@ -64,6 +66,14 @@ def _entry(index: int, entry: Any) -> Entry:
 
 def _reveals(sigma: float, q: float) -> bool:
     return q > 0 and not math.isinf(sigma)
+
+
+def _counts(history: Iterable[Entry]) -> Counter[tuple[float, float]]:
+    """Steps of each (σ, q)."""
+    counts: Counter[tuple[float, float]] = Counter()
+    for sigma, q, steps in history:
+        counts[sigma, q] += steps
+    return counts
 
 
 def require_certificate(certificate: SourceCertificate) -> SourceCertificate:
@@ -212,22 +222,23 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
             ReconstructionBudgetExceeded: the step would go beyond ``budget_bits``; nothing is charged.
         """
         sigma, q = _pair(noise_multiplier, sample_rate)
-        history, merges, steps = self._history, False, 1
-        if history:
-            last_sigma, last_q, before = history[-1]
-            if last_sigma == sigma and last_q == q:
-                merges, steps = True, before + 1
-        totals = None
-        if self._budget_bits is not None:
-            totals = self._affordable(sigma, q, self._budget_bits)
-            totals = totals._replace(runs=len(history) + (not merges), last=steps)
-        # One change of the list, so that a reader in another thread never misses an entry; the version stays.
-        if merges:
-            list.__setitem__(history, -1, (sigma, q, steps))
-        else:
-            list.append(history, (sigma, q, 1))
-        if totals is not None:
-            self._totals = totals
+        with _CHARGING:  # threads that share an account must not overwrite each other's steps
+            history, merges, steps = self._history, False, 1
+            if history:
+                last_sigma, last_q, before = history[-1]
+                if last_sigma == sigma and last_q == q:
+                    merges, steps = True, before + 1
+            totals = None
+            if self._budget_bits is not None:
+                totals = self._affordable(sigma, q, self._budget_bits)
+                totals = totals._replace(runs=len(history) + (not merges), last=steps)
+            # One change of the list, so that a reader in another thread never misses an entry; the version stays.
+            if merges:
+                list.__setitem__(history, -1, (sigma, q, steps))
+            else:
+                list.append(history, (sigma, q, 1))
+            if totals is not None:
+                self._totals = totals
 
     def _affordable(self, sigma: float, q: float, budget: float) -> _Totals:
         """The sums after one more step, unless they exceed the budget."""
@@ -389,12 +400,15 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
         """
         entries = self._entries_of(state_dict)
         if len(self) > 0 and not allow_smaller:
-            loaded, bits = Schedule.from_history(entries).charged_bits, self.charged_bits
-            if loaded < bits:
+            forgotten = _counts(self._history)
+            forgotten.subtract(_counts(entries))
+            if any(steps > 0 for steps in forgotten.values()):
+                loaded, bits = Schedule.from_history(entries).charged_bits, self.charged_bits
                 raise AccountingError(
                     f"The state holds {loaded:.6g} bits of leakage, this accountant {bits:.6g} bits from {len(self)} "
-                    "steps: loading would forget steps that were taken. Load it into a fresh accountant or "
-                    "PrivacyEngine, or pass allow_smaller=True if nothing that came of those steps was ever seen."
+                    "steps that are not all in the state: loading would forget steps that were taken. Load it into a "
+                    "fresh accountant or PrivacyEngine, or pass allow_smaller=True if nothing that came of those "
+                    "steps was ever seen."
                 )
         self.history = entries
 

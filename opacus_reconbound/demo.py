@@ -156,6 +156,7 @@ def _train(
             return private_optimizer(self, optimizer, engine=self.engine, noise_multiplier=NOISE, max_grad_norm=CLIP)
 
     L.seed_everything(seed, verbose=False)
+    torch.set_num_threads(1)  # a small network gains nothing by more, and on a busy machine they wait for each other
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     callback = ReconstructionBoundCallback(certificate, MIN_RHO, delta=DELTA, epsilon_every_n_steps=1)
     with warnings.catch_warnings():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import os
 import re
+import resource
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Demo(NamedTuple):
-    seconds: float
+    seconds: float  # of processor time: a busy machine must not fail the test
     code: int
     out: str
     err: str
@@ -43,11 +43,16 @@ class Demo(NamedTuple):
             return {int(row["step"]) + 1: float(row[name]) for row in csv.DictReader(file) if row[name]}
 
 
+def _processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     """`reconbound demo`, without options."""
     folder = tmp_path_factory.mktemp("demo")
-    start = time.perf_counter()
+    start = _processor_seconds()
     run = subprocess.run(
         [sys.executable, "-m", "opacus_reconbound.cli", "demo"],
         cwd=folder,
@@ -58,7 +63,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
         timeout=300,
     )
     assert sorted(path.name for path in folder.iterdir()) == ["reconbound-demo"]
-    return Demo(time.perf_counter() - start, run.returncode, run.stdout, run.stderr, folder / "reconbound-demo")
+    return Demo(_processor_seconds() - start, run.returncode, run.stdout, run.stderr, folder / "reconbound-demo")
 
 
 def test_it_ends_well_and_in_time(demo: Demo) -> None:
@@ -113,7 +118,7 @@ def test_it_says_so_beforehand(demo: Demo) -> None:
 
 def test_the_progress_bar_shows_the_bound_live(demo: Demo) -> None:
     text = demo.out + demo.err
-    for name in ("reconstruction/rho_star=", "reconstruction/leakage_bits=", "privacy/epsilon=", "accuracy="):
+    for name in ("rho*=", "bits=", "left=", "eps=", "accuracy="):
         assert name in text
 
 

@@ -95,6 +95,7 @@ class ReconstructionBoundMixin:
         self._found: list[tuple[Any, StepHook]] = []
         self._audits: list[Any] = []
         self._audited_steps = 0
+        self._updates_of_batch = 0
         self._logged_steps = -1
         self._restored: dict[str, Any] | None = None
         self._lifted: tuple[Any, Any] | None = None
@@ -224,8 +225,19 @@ class ReconstructionBoundMixin:
 
     # -- every step -------------------------------------------------------------------------------------------------
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """A loader may have been exchanged or changed since the last batch: it still has to be what is charged."""
+        require_private_run(trainer.train_dataloader, self._found, world_size=trainer.world_size)
+        self._updates_of_batch = 0
+
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Layer 2: the exact check, with the noise of this very step."""
+        if self._updates_of_batch > 0:
+            raise AccountingError(
+                "A second optimizer step is about to be taken on one batch. Leakage adds up over steps only where each "
+                "draws its own Poisson batch; steps that share a batch reveal more than is charged for them. Take one "
+                "step a batch: with several optimizers, alternate between batches."
+            )
         for private, hook in self._found:
             if private.step_hook is not hook:
                 raise AccountingError(
@@ -298,6 +310,7 @@ class ReconstructionBoundMixin:
                 "of one. Call step() on the DPOptimizer only, and leave its step hook and its original_optimizer alone."
             )
         self._audited_steps = steps
+        self._updates_of_batch += 1
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -323,8 +336,14 @@ class ReconstructionBoundMixin:
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Restore the trainer's minima, end the audit, free the module for another ``fit``; the budget stays armed."""
-        if stage != "fit":
-            return
+        if stage == "fit":
+            self._clean_up(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Clean up as ``teardown`` does, which Lightning does not call for callbacks after an exception."""
+        self._clean_up(trainer)
+
+    def _clean_up(self, trainer: Any) -> None:
         if self._lifted is not None:
             trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = self._lifted
             self._lifted = None

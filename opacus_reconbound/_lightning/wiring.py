@@ -9,6 +9,7 @@ from opacus.data_loader import DPDataLoader
 from opacus.optimizers import DPOptimizer
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from opacus_reconbound.accountants import StepHook
 from opacus_reconbound.engine import require_accountant
@@ -47,7 +48,7 @@ def private_optimizer(
     """
     require_accountant(engine)
     trainer = module.trainer
-    _ = trainer.estimated_stepping_batches  # public, and makes the trainer set the training loader up
+    trainer.fit_loop.setup_data()  # public; the trainer would do it only after the optimizers
     loader = trainer.train_dataloader
     if not isinstance(loader, DPDataLoader):
         raise AccountingError(
@@ -142,7 +143,13 @@ def require_private_run(loader: Any, found: list[tuple[Any, StepHook]], *, world
 
 
 def _is_full_batch(loader: Any) -> bool:
+    """Whether every batch is the whole data set, each record once."""
     try:
-        return len(loader) == 1 and not getattr(loader, "drop_last", False)
+        single = len(loader) == 1 and not getattr(loader, "drop_last", False)
+        sampler: Any = getattr(loader, "sampler", None)
+        plain = isinstance(sampler, SequentialSampler) or (
+            isinstance(sampler, RandomSampler) and not sampler.replacement
+        )
+        return bool(single and plain and len(sampler) == len(loader.dataset))
     except TypeError:
         return False

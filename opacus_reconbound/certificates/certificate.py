@@ -159,7 +159,18 @@ class SourceCertificate:
             raise InvalidValueError("A certificate needs at least one design.")
         if math.fsum(self.alpha_split.values()) > self.alpha * (1.0 + 1e-12):
             raise InvalidValueError(f"alpha_split {dict(self.alpha_split)} spends more than alpha = {self.alpha:g}.")
+        if not self.alpha_split or min(self.alpha_split.values()) <= 0.0:
+            raise InvalidValueError(f"alpha_split must name positive shares. Found {dict(self.alpha_split)}.")
+        for name, sample in (("reference", self.reference), ("estimation", self.estimation)):
+            _validate.integer(f"{name}.n", sample.n, minimum=1)
         descriptor = self.representation
+        _validate.integer("representation.dimension", descriptor.dimension, minimum=1)
+        _validate.positive("representation.squared_diameter", descriptor.squared_diameter)
+        if self.confidence <= 0.0:
+            raise InvalidValueError(
+                f"The confidence would be {self.confidence:g}: alpha and, with normaliser='ucb', trace_level must add "
+                "up to less than 1."
+            )
         digest = RepresentationDescriptor.digest_of(
             **{f.name: getattr(descriptor, f.name) for f in fields(descriptor) if f.name != "digest"}
         )
@@ -228,7 +239,7 @@ class SourceCertificate:
                 "estimation records."
             )
         distortion = floor * floor * self.trace.reference / self.trace.scale
-        budget = max(0.0, max(design.leakage_bits(distortion) for design in self.designs))
+        budget = min(1e300, max(0.0, max(design.leakage_bits(distortion) for design in self.designs)))
         step = 2.0**-52
         while budget > 0.0 and self.bound(budget).rho < floor:
             budget = max(0.0, budget * (1.0 - step) - 5e-324)
@@ -350,7 +361,7 @@ class SourceCertificate:
         try:
             # JSON has one kind of sequence and of number; strictness is about everything else
             return _adapter().validate_json(json.dumps(content))
-        except (ValidationError, InvalidValueError) as error:
+        except (ValidationError, InvalidValueError, OverflowError) as error:
             if isinstance(error, ValidationError):
                 first = error.errors(include_url=False)[0]
                 where = ".".join(str(part) for part in first["loc"]) or "the file"

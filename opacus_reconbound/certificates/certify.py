@@ -101,7 +101,7 @@ def certify(
     """
     alpha = _validate.fraction("alpha", alpha)
     trace_level = _validate.fraction("trace_level", trace_level)
-    seed = _validate.integer("seed", seed)
+    seed = _validate.integer("seed", seed, maximum=2**63 - 1)
     max_reference = _validate.integer("max_reference", max_reference, minimum=_LEAST_REFERENCE)
     kinds = _chosen(designs)
     ladder = tuple(_validate.positive("temperatures", value) for value in temperatures)
@@ -223,6 +223,8 @@ def _shares(kinds: Sequence[str], alpha: float) -> dict[str, float]:
 
 def _records(name: str, records: Any, least: int) -> NDArray[np.generic]:
     """Records as a numeric array with one record in each entry; nothing is copied where it can be helped."""
+    if isinstance(records, np.ma.MaskedArray):
+        raise DataError(f"The {name} records are a masked array, and masks are not read. Fill or drop masked records.")
     if isinstance(records, torch.Tensor):
         records = records.detach().cpu()
         records = (records.float() if records.dtype == torch.bfloat16 else records).numpy()

@@ -16,6 +16,8 @@ from opacus_reconbound.units import bits_to_nats, nats_to_bits
 
 __all__ = ["BlockDesign", "Design", "ReplicaDesign"]
 
+_MOST = 2**20  # coordinates in a block, or replicas
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDesign:
@@ -34,7 +36,7 @@ class BlockDesign:
     kind: Literal["block"] = "block"
 
     def __post_init__(self) -> None:
-        _validate.integer("block_size", self.block_size, minimum=1)
+        _validate.integer("block_size", self.block_size, minimum=1, maximum=_MOST)
         _validate.positive("dither", self.dither)
         _validate.finite("entropy_bits", self.entropy_bits)
 
@@ -76,7 +78,7 @@ class ReplicaDesign:
     def __post_init__(self) -> None:
         _validate.positive("temperature", self.temperature)
         _validate.finite("intercept", self.intercept)
-        _validate.integer("replicas", self.replicas, minimum=2)
+        _validate.integer("replicas", self.replicas, minimum=2, maximum=_MOST)
 
     @property
     def slope(self) -> float:

@@ -89,10 +89,17 @@ def trace_point(reference: torch.Tensor, chunk: int = 4096) -> tuple[torch.Tenso
     mean = torch.stack([part.double().sum(dim=0) for part in parts]).sum(dim=0) / len(reference)
     trace = math.fsum(float((part.double() - mean).square().sum()) for part in parts) / len(reference)
     largest = float(torch.maximum(reference.max().abs(), reference.min().abs()).double())
-    if not trace > 1e-12 * largest * largest:
+    if not trace > 0.0:
         raise DataError(
             "The reference records are all alike in this representation (tr Σ̂ is zero), so there is nothing to "
             "reconstruct. Check that the file holds the records that you mean."
+        )
+    rounding = reference.shape[1] * (2.0**-24 * largest) ** 2  # of float32, in all coordinates
+    if not trace > 1e8 * rounding:
+        raise DataError(
+            f"The records vary by {math.sqrt(trace):.3g} in all around values as large as {largest:.3g}, less than "
+            "single precision resolves. Subtract a constant that is fixed in advance, or check that the file holds the "
+            "records that you mean."
         )
     return mean, trace
 

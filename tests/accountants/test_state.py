@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import re
+import threading
 from collections import OrderedDict
 from typing import Any
 
@@ -173,3 +174,32 @@ def test_the_state_of_the_other_accountant_is_refused(name: str) -> None:
     for foreign in (other, f"{other}+mi"):
         with pytest.raises(InvalidValueError, match=re.escape(f"{name!r} or {name[:3]!r}")):
             create_accountant(name).load_state_dict(accountant_with(foreign, HISTORY).state_dict())
+
+
+def test_a_larger_state_of_another_run_would_forget_steps_too() -> None:
+    ours, other = create_accountant("rdp+mi"), create_accountant("rdp+mi")
+    ours.history = [(1.0, 0.01, 5)]
+    other.history = [(2.0, 0.02, 100_000)]
+    assert other.charged_bits > ours.charged_bits
+    with pytest.raises(AccountingError, match="not all in the state"):
+        ours.load_state_dict(other.state_dict())
+    assert ours.history == [(1.0, 0.01, 5)]
+    other.history = [(2.0, 0.02, 100), (1.0, 0.01, 5)]
+    ours.load_state_dict(other.state_dict())
+    assert len(ours) == 105
+
+
+def test_threads_that_share_an_account_lose_no_step() -> None:
+    accountant = create_accountant("rdp+mi")
+    accountant.budget_bits = 1e9
+
+    def work() -> None:
+        for _ in range(5000):
+            accountant.step(noise_multiplier=1.0, sample_rate=0.01)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(accountant) == 20_000

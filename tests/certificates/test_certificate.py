@@ -592,3 +592,24 @@ def test_the_certificate_in_words() -> None:
 def test_invalid_certificates(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
         replace(CERTIFICATE, **change)
+
+
+def test_extreme_designs_are_answered_or_refused_never_hung() -> None:
+    tiny = make(ReplicaDesign(temperature=1e-320, intercept=0.9))
+    assert tiny.bound(tiny.leakage_budget(0.5)).rho >= 0.5
+    with pytest.raises(CertificateError, match="not a valid certificate"):
+        SourceCertificate.from_json(changed_at("designs.0.replicas", 10**400))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("alpha_split", {}),
+        ("alpha_split", {"replica": -0.1}),
+        ("estimation.n", 0),
+        ("reference.n", -3),
+    ],
+)
+def test_impossible_content_with_a_fitting_digest(path: str, value: Any) -> None:
+    with pytest.raises(CertificateError, match="not a valid certificate"):
+        SourceCertificate.from_json(changed_at(path, value))

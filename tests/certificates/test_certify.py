@@ -376,3 +376,23 @@ def test_the_file_names_no_path_and_no_record(certificate: SourceCertificate) ->
         "format", "digest", "designs", "trace", "representation", "reference", "estimation", "alpha", "alpha_split",
         "seed", "settings", "assumptions", "library_version", "schema_version",
     }  # fmt: skip
+
+
+def test_values_that_single_precision_cannot_tell_apart_are_refused() -> None:
+    """Rounding would count as uncertainty: the certified error would exceed what the prior mean attains."""
+    generator = np.random.default_rng(0)
+    records = 1e6 + 0.025 * generator.standard_normal((600, 300))
+    with pytest.raises(DataError, match=r"single precision.*Subtract a constant"):
+        certify(records[:200], records[200:], representation=Pixels(value_range=(0, 2e6)))
+    centred = records - 1e6
+    assert certify(centred[:200], centred[200:], representation=Pixels(value_range=(-1, 1))).highest_rho > 0
+
+
+def test_masks_seeds_and_confidences_out_of_range() -> None:
+    records = np.random.default_rng(0).integers(0, 255, size=(400, 9)).astype(np.uint8)
+    with pytest.raises(DataError, match="masked array"):
+        certify(np.ma.masked_greater(records[:100], 200), records[100:])
+    with pytest.raises(InvalidValueError, match="seed"):
+        certify(records[:100], records[100:], seed=2**70)
+    with pytest.raises(InvalidValueError, match="confidence would be"):
+        certify(records[:100], records[100:], alpha=0.6, trace_level=0.6, normaliser="ucb")

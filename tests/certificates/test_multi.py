@@ -406,7 +406,7 @@ def test_plan_trials() -> None:
     assert plan_trials(planned(0.05, 0.1, m=8), 5_900) == (2_000_000, 500_000)
     assert plan_trials(planned(0.05, 0.1, m=8), 590) == (400_000, 200_000)  # never fewer than 20,000 accepted
     assert plan_trials(planned(0.05, m=8), 59_000) is None
-    assert plan_trials(planned(1e-4, 0.1, m=8), 59_000) == (200_000_000, 5_000_000)  # the most
+    assert plan_trials(planned(1e-4, 0.1, m=8), 59_000) == (100_000_000, 5_000_000)  # the most
     assert plan_trials(planned(1e-6, 0.1, m=8), 59_000) is None
     assert plan_trials(planned(*[0.5] * 6, m=128), 59_000) == (2_000_000, 1_000_000, *[200_000] * 4)
     assert plan_trials(planned(m=2), 1000) == ()

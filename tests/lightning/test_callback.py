@@ -11,7 +11,7 @@ import torch
 from opacus import PrivacyEngine
 from opacus.data_loader import DPDataLoader
 from opacus.schedulers import LambdaNoise
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from opacus_reconbound.certificates import ReplicaDesign, SourceCertificate
 from opacus_reconbound.certificates.scale import TraceScale
@@ -489,3 +489,90 @@ def test_a_stricter_budget_that_is_armed_already_stays_and_is_told(
     assert model.updates == 5
     assert callback.forecast.last_step == 5
     assert "stricter budget" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [{"max_steps": 7}, {"max_epochs": -1, "max_steps": 7}])
+def test_max_steps_instead_of_epochs(
+    space: Space, certificate: SourceCertificate, tmp_path: Any, options: dict
+) -> None:
+    model = space.module()
+    space.trainer(tmp_path, space.callback(certificate), **({"max_epochs": None} | options)).fit(model)
+    assert model.updates == len(model.engine.accountant) == 7
+
+
+def test_a_fit_after_an_exception_goes_on_with_the_same_account(
+    space: Space, certificate: SourceCertificate, tmp_path: Any
+) -> None:
+    model, callback = space.module(), space.callback(certificate)
+
+    class Fail(space.L.Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                raise RuntimeError("from elsewhere")
+
+    with pytest.raises(RuntimeError, match="from elsewhere"):
+        space.trainer(tmp_path, callback, Fail()).fit(model)
+    space.trainer(tmp_path, callback, max_epochs=1).fit(model)
+    assert model.updates == len(model.engine.accountant) == 11
+
+
+@pytest.mark.parametrize("kind", ["plain", "larger"])
+def test_a_loader_exchanged_during_training_is_refused(
+    space: Space, certificate: SourceCertificate, tmp_path: Any, kind: str
+) -> None:
+    model = space.module()
+    later = DataLoader(DATA, batch_size=64 if kind == "plain" else 32)
+    if kind == "larger":
+        later = DPDataLoader.from_data_loader(later)
+    first = model.train_dataloader()
+    model.train_dataloader = lambda: first if model.trainer.current_epoch == 0 else later
+    with pytest.raises(AccountingError, match=r"does not draw Poisson batches|includes each record with probability"):
+        space.trainer(tmp_path, space.callback(certificate), reload_dataloaders_every_n_epochs=1).fit(model)
+    assert model.updates == len(model.engine.accountant) == 8
+
+
+def test_two_steps_on_one_batch_are_refused(space: Space, certificate: SourceCertificate, tmp_path: Any) -> None:
+    """Steps that share a Poisson batch share the gate too, and reveal more than the sum of their charges."""
+    model = space.module(manual=True)
+
+    def training_step(batch: Any, batch_idx: int) -> None:
+        optimizer = model.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            model.manual_backward(torch.nn.functional.cross_entropy(model.net(batch[0]), batch[1]))
+            optimizer.step()
+
+    model.training_step = training_step
+    with pytest.raises(AccountingError, match="second optimizer step is about to be taken on one batch"):
+        space.trainer(tmp_path, space.callback(certificate)).fit(model)
+    assert model.updates == len(model.engine.accountant) == 1
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_a_full_batch_counts_as_one_only_where_each_record_enters_once(
+    space: Space, certificate: SourceCertificate, tmp_path: Any, replacement: bool
+) -> None:
+    model = space.module()
+    loader = DataLoader(DATA, batch_size=64, sampler=RandomSampler(DATA, replacement=replacement))
+
+    def configure() -> Any:
+        private = model.engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=loader,
+            noise_multiplier=20.0,
+            max_grad_norm=1.0,
+            poisson_sampling=False,
+            wrap_model=False,
+        )[1]
+        private.original_optimizer.register_step_post_hook(model.count)
+        return private
+
+    model.train_dataloader, model.configure_optimizers = lambda: loader, configure
+    trainer = space.trainer(tmp_path, space.callback(certificate))
+    if replacement:
+        with pytest.raises(AccountingError, match="does not draw Poisson batches"):
+            trainer.fit(model)
+    else:
+        trainer.fit(model)
+        assert model.engine.accountant.history == [(20.0, 1.0, 3)]
