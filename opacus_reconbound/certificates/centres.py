@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from opacus_reconbound.certificates.kernel import cost_error, half_square_norms, strict_float32
+from opacus_reconbound.certificates.kernel import cost_error, costs, half_square_norms, strict_float32
 
 __all__ = ["Centres", "fit_centres", "log_sum_kernel"]
 
@@ -47,10 +47,7 @@ def log_sum_kernel(
 
 def _exponents(x: torch.Tensor, points: torch.Tensor, half_p: torch.Tensor, rate: float) -> torch.Tensor:
     """−rate ‖x − p‖², float64, from float32 inner products."""
-    cost = half_square_norms(x)[:, None] + half_p[None, :]
-    for start in range(0, x.shape[1], 256):
-        cost.addmm_(x[:, start : start + 256], points[:, start : start + 256].T, alpha=-1.0)
-    return cost.clamp_(min=0.0).double() * (-2.0 * rate)
+    return costs(x, points, half_square_norms(x), half_p).double() * (-2.0 * rate)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ import torch
 from opacus_reconbound.certificates.parallel import Counter, Progress, shared_out
 from opacus_reconbound.units import nats_to_bits
 
-__all__ = ["SUM_ERROR", "KernelLadder", "cost_error", "log_kernel_means", "pair_sums", "strict_float32"]
+__all__ = ["SUM_ERROR", "KernelLadder", "cost_error", "costs", "log_kernel_means", "pair_sums", "strict_float32"]
 
 # exp and its argument (87 + 16) u, at most five squarings 32·2 u, a tile's sum 512 u, the weights u; u = 2^-24
 SUM_ERROR = 1e-4
@@ -98,8 +98,8 @@ class KernelLadder:
                 yield position, buffer
 
 
-def _costs(x: torch.Tensor, y: torch.Tensor, half_x: torch.Tensor, half_y: torch.Tensor) -> torch.Tensor:
-    """‖x − y‖²/2 for all pairs, float32, never negative."""
+def costs(x: torch.Tensor, y: torch.Tensor, half_x: torch.Tensor, half_y: torch.Tensor) -> torch.Tensor:
+    """‖x − y‖²/2 for all pairs, float32, never negative; ``cost_error`` is about this arithmetic."""
     out = half_x[:, None] + half_y[None, :]
     for start in range(0, x.shape[1], _PIECE):
         out.addmm_(x[:, start : start + _PIECE], y[:, start : start + _PIECE].T, beta=1.0, alpha=-1.0)
@@ -138,7 +138,7 @@ def pair_sums(
             x, half_x, w_x = z[rows], half[rows], weights[:, rows]
             for j in range(i, n, _TILE):
                 columns = slice(j, j + _TILE)
-                cost = _costs(x, z[columns], half_x, half[columns])
+                cost = costs(x, z[columns], half_x, half[columns])
                 if i == j:
                     cost.fill_diagonal_(torch.inf)
                 for g, kernel in ladder.kernels(cost):
@@ -181,7 +181,7 @@ def log_kernel_means(
     def evaluate(starts: Sequence[int]) -> None:
         for start in starts:
             rows = slice(start, start + chunk)
-            cost = _costs(z[rows], points, half_z[rows], half_p)
+            cost = costs(z[rows], points, half_z[rows], half_p)
             nearest = cost.min(dim=1, keepdim=True).values
             cost -= nearest
             for g, kernel in ladder.kernels(cost):

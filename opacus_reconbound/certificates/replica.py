@@ -37,7 +37,7 @@ from opacus_reconbound.certificates.kernel import (
     pair_sums,
 )
 from opacus_reconbound.certificates.margins import empirical_bernstein, upper_tail
-from opacus_reconbound.certificates.parallel import Progress
+from opacus_reconbound.certificates.parallel import Progress, part
 
 __all__ = [
     "DEFAULT_TEMPERATURES",
@@ -109,12 +109,12 @@ def fit_reference_potential(
     limit = 0.5 * math.log(n)  # where a weight's own term in ‖μ‖² reaches 1
     log_weights = torch.zeros((len(ladder.temperatures), n), dtype=torch.float64, device=reference.device)
     for sweep in range(rounds):
-        inner = _part(progress, sweep, rounds + 1)
+        inner = part(progress, sweep, rounds + 1)
         sums = pair_sums(reference, log_weights.exp().float(), ladder, inner)
         update = (-sums.log()).clamp(max=limit)
         log_weights = update if sweep == 0 else 0.5 * (log_weights + update)
     weights = log_weights.exp().float()
-    sums = pair_sums(reference, weights, ladder, _part(progress, rounds, rounds + 1))
+    sums = pair_sums(reference, weights, ladder, part(progress, rounds, rounds + 1))
     own = weights.double()
     square_norms = (own * (sums + own / n)).mean(dim=1)
     scale = torch.tensor(ladder.temperatures, dtype=torch.float64, device=reference.device)
@@ -201,8 +201,8 @@ def replica_estimates(
     ladder = KernelLadder.plan(temperatures)
     n, dimension = estimation.shape
     phases = sweeps + 2
-    potential = fit_reference_potential(reference, ladder.temperatures, progress=_part(progress, 0, phases))
-    g0 = potential.evaluate(estimation, _part(progress, 1, phases))
+    potential = fit_reference_potential(reference, ladder.temperatures, progress=part(progress, 0, phases))
+    g0 = potential.evaluate(estimation, part(progress, 1, phases))
     epsilon = torch.tensor(ladder.temperatures, dtype=torch.float64, device=estimation.device)
 
     log_weights = torch.minimum(
@@ -211,7 +211,7 @@ def replica_estimates(
     values = torch.full_like(epsilon, -math.inf)
     for sweep in range(sweeps):
         weights = log_weights.exp().float()
-        sums = pair_sums(estimation, weights, ladder, _part(progress, 2 + sweep, phases))
+        sums = pair_sums(estimation, weights, ladder, part(progress, 2 + sweep, phases))
         values = torch.maximum(values, in_sample_value(weights, sums, epsilon))
         # w (S + w/n) = 1, the self term solved exactly; damped in the log
         solved = math.log(2.0) - (sums + (sums.square() + 4.0 / n).sqrt()).log()
@@ -256,14 +256,3 @@ def replica_designs(
     """The designs of ``replica_estimates``."""
     estimates = replica_estimates(reference, estimation, level=level, temperatures=temperatures, progress=progress)
     return tuple(estimate.design for estimate in estimates)
-
-
-def _part(progress: Progress | None, index: int, parts: int) -> Progress | None:
-    """Report the progress of one of several equal parts, in hundredths of a part."""
-    if progress is None:
-        return None
-
-    def report(done: int, total: int) -> None:
-        progress(index * 100 + done * 100 // max(1, total), parts * 100)
-
-    return report

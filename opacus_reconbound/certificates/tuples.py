@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from opacus_reconbound.certificates.kernel import half_square_norms, strict_float32
+from opacus_reconbound.certificates.kernel import costs, half_square_norms, strict_float32
 from opacus_reconbound.certificates.parallel import Counter, Progress, shared_out
 from opacus_reconbound.units import nats_to_bits
 
@@ -115,11 +115,8 @@ def draw_pairs(
         for first in firsts:
             last = min(first + chunk, n)
             rows = last - first
-            cost = half[first:last, None] + half[None, :]
-            for piece in range(0, z.shape[1], 256):
-                cost.addmm_(z[first:last, piece : piece + 256], z[:, piece : piece + 256].T, alpha=-1.0)
+            cost = costs(z[first:last], z, half[first:last], half)
             diagonal = torch.arange(first, last)
-            cost.clamp_(min=0.0)
             cost[diagonal - first, diagonal] = 0.0 if repeats else math.inf
             for number, job in enumerate(jobs):
                 live = kernel[:rows, :n]

@@ -128,7 +128,7 @@ def test_cost_error_bounds_the_error(kind: str) -> None:
         x = torch.from_numpy(z.astype(np.float32))
         half = kernel.half_square_norms(x)
         with strict_float32():
-            found = kernel._costs(x, x, half, half).double().numpy()
+            found = kernel.costs(x, x, half, half).double().numpy()
         errors = np.abs(found - exact_costs(z, z))
         bound = cost_error(z.shape[1], float((z**2).sum(1).max()))
         assert errors.max() <= bound
