@@ -368,15 +368,19 @@ def _refuse_other_ranks(ranks: Ranks, key: Mapping[str, Any], *vectors: torch.Te
         step = rows_at_once(z.shape[1])
         for start in range(0, len(z), step):
             whole.update(z[start : start + step].cpu().numpy().data)
-    texts = ranks.texts(json.dumps({**key, "vectors of the representation": whole.hexdigest()}))
-    first = json.loads(texts[0])
-    for rank, text in enumerate(texts):
-        different = differences(first, json.loads(text))
+    given, vectors_of = ranks.texts(json.dumps(key)), ranks.texts(whole.hexdigest())
+    for rank in range(ranks.size):
+        different = differences(json.loads(given[0]), json.loads(given[rank]))
         if different:
             raise DataError(
                 f"Rank {rank} does not certify what rank 0 does; different: {different}. Every rank has to call "
                 "certify with the same records in the same order and the same options; distributed=False makes a "
                 "process work alone."
+            )
+        if vectors_of[rank] != vectors_of[0]:
+            raise DataError(
+                f"Rank {rank} maps the same records to other vectors than rank 0. Use one kind of device and the same "
+                "weights on every rank, or distributed=False."
             )
 
 

@@ -261,8 +261,7 @@ def as_source(name: str, records: Any, least: int) -> RecordSource:
         source = records
     else:
         source = ArrayRecords(_array(name, records))
-    if source.dtype.kind not in "uifb":
-        raise DataError(f"Expected the {name} records to be real numbers. Found records of type {source.dtype}.")
+    _refuse_type(name, source.dtype)
     if len(source) < least:
         raise DataError(
             f"The {name} sample has {len(source)} records; at least {least} are needed, and thousands for a useful "
@@ -280,10 +279,14 @@ def _array(name: str, records: Any) -> NDArray[np.generic]:
         array: NDArray[np.generic] = np.asanyarray(_plain(records))
     except ValueError as error:
         raise DataError(f"The {name} records do not form one array (n, ...): {error}.") from error
-    if array.dtype.kind not in "uifb":
-        raise DataError(f"Expected the {name} records to be real numbers. Found an array of type {array.dtype}.")
+    _refuse_type(name, array.dtype)
     if array.ndim < 2:
         raise DataError(
             f"Expected the {name} records as an array (n, ...), one record for each entry. Found shape {array.shape}."
         )
     return array
+
+
+def _refuse_type(name: str, dtype: np.dtype[Any]) -> None:
+    if dtype.kind not in "uifb":
+        raise DataError(f"Expected the {name} records to be real numbers. Found an array of type {dtype}.")
