@@ -189,7 +189,8 @@ def certify(
         "library version": library_version(),
         "torch version": torch.__version__,
     }
-    _refuse_other_ranks(ranks, key, z_reference, z_estimation)
+    others = {"normaliser": normaliser, "trace_level": trace_level, "allow_repeats": allow_repeats}
+    _refuse_other_ranks(ranks, key | others, trace, z_reference, z_estimation)
     finished = Checkpoint(None if checkpoint is None else Path(checkpoint), key, ranks)
     settings: dict[str, Any] = {"max_reference": max_reference}
     if kinds == ("auto",):
@@ -359,11 +360,11 @@ def _normalise(z: torch.Tensor, centre: torch.Tensor, scale: float) -> None:
         rows.copy_(((to_float64(rows) - centre) / scale**0.5).to(torch.float32))
 
 
-def _refuse_other_ranks(ranks: Ranks, key: Mapping[str, Any], *vectors: torch.Tensor) -> None:
+def _refuse_other_ranks(ranks: Ranks, key: Mapping[str, Any], trace: TraceScale, *vectors: torch.Tensor) -> None:
     """Raise ``DataError`` on every rank where one of them has other records, options or vectors than rank 0."""
     if ranks.size == 1:
         return
-    whole = hashlib.blake2b()
+    whole = hashlib.blake2b(repr(trace).encode())
     for z in vectors:
         step = rows_at_once(z.shape[1])
         for start in range(0, len(z), step):
