@@ -24,7 +24,7 @@ from opacus_reconbound.certificates.block import block_designs, default_pairs
 from opacus_reconbound.certificates.certificate import SourceCertificate
 from opacus_reconbound.certificates.checkpoint import Checkpoint, differences, pack_designs, unpack_designs
 from opacus_reconbound.certificates.designs import Design
-from opacus_reconbound.certificates.devices import rows_at_once, to_float64
+from opacus_reconbound.certificates.devices import rows_at_once, to_device, to_float64
 from opacus_reconbound.certificates.parallel import Progress, one_tensor_thread
 from opacus_reconbound.certificates.ranks import Ranks, shared_among
 from opacus_reconbound.certificates.records import RecordSource, as_source
@@ -318,7 +318,7 @@ def _read(
         batch = torch.from_numpy(chunk)
         psi.check(batch)
         with torch.no_grad():
-            vectors = psi(batch.to(device))
+            vectors = psi(to_device(batch, device))
         if vectors.shape != (len(chunk), dimension):
             raise DataError(
                 f"The representation must map (n, ...) to (n, m), m = {dimension} by its description. It mapped "
