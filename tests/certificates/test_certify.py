@@ -167,6 +167,7 @@ def test_the_number_of_threads_does_not_matter(designs: str) -> None:
     assert len(found) == 1
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_memory_stays_near_the_matrix_of_vectors(tmp_path: Path) -> None:
     """The peak of a process of its own, above what importing takes; the mapped file counts as well."""
     n, d = 1100, 49_152
@@ -176,9 +177,9 @@ def test_memory_stays_near_the_matrix_of_vectors(tmp_path: Path) -> None:
         row[:] = rng.integers(0, 256, size=d, dtype=np.uint8)
     data.flush()
     script = (
-        "import resource, sys, numpy as np\n"
+        "import re, sys, numpy as np\n"
         "from opacus_reconbound import certify\n"
-        "peak = lambda: 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "peak = lambda: 1024 * int(re.search('VmHWM:\\\\s+(\\\\d+)', open('/proc/self/status').read())[1])\n"
         "small = np.random.default_rng(0).integers(0, 256, (300, 9), np.uint8)\n"
         "certify(small[:100], small[100:], allow_repeats=True, temperatures=[.4])\n"
         "before, x = peak(), np.load(sys.argv[1], mmap_mode='r')\n"
@@ -194,8 +195,7 @@ def test_memory_stays_near_the_matrix_of_vectors(tmp_path: Path) -> None:
         check=True,
         timeout=300,
     )
-    if sys.platform == "linux":
-        assert 3 * n * d < int(done.stdout) < 4 * n * d + n * d + 60 * 2**20
+    assert 4 * n * d < int(done.stdout) < 4 * n * d + n * d + 60 * 2**20
 
 
 def test_other_containers_of_the_same_records(certificate: SourceCertificate, tmp_path: Path) -> None:
