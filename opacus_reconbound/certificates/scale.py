@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from opacus_reconbound import _validate
-from opacus_reconbound.certificates.devices import rows_at_once, to_float64
+from opacus_reconbound.certificates.devices import float64_device, rows_at_once, to_float64
 from opacus_reconbound.certificates.margins import empirical_bernstein
 from opacus_reconbound.errors import DataError, InvalidValueError
 
@@ -127,14 +127,13 @@ def trace_upper(reference: torch.Tensor, *, level: float, squared_diameter: floa
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(reference), generator=generator).to(reference.device)
     pairs = len(reference) // 2
-    halves = []
     rows = rows_at_once(reference.shape[1])
+    y = torch.empty(pairs, dtype=torch.float64, device=float64_device(reference.device))
     for start in range(0, pairs, rows):
         stop = min(start + rows, pairs)
         difference = to_float64(reference[order[start:stop]])
         difference -= to_float64(reference[order[pairs + start : pairs + stop]])
-        halves.append(0.5 * difference.square_().sum(dim=1))
-    y = torch.cat(halves)
+        y[start:stop] = 0.5 * difference.square_().sum(dim=1)
     margin = empirical_bernstein(
         variance=float(y.var(correction=1)), value_range=0.5 * squared_diameter, n=pairs, level=level
     )
