@@ -172,7 +172,10 @@ def public_names() -> set[str]:
     names = {f"opacus_reconbound.{name}" for name in top}
     names |= {f"opacus_reconbound.errors.{name}" for name in opacus_reconbound.errors.__all__ if name not in top}
     names |= {f"opacus_reconbound.lightning.{name}" for name in opacus_reconbound.lightning.__all__}
-    return names | {f"opacus_reconbound.certificates.designs.{name}" for name in ("BlockDesign", "ReplicaDesign")}
+    names |= {f"opacus_reconbound.certificates.designs.{name}" for name in ("BlockDesign", "ReplicaDesign")}
+    return names | {
+        f"opacus_reconbound.certificates.{name}" for name in ("envelope.Winner", "diagnostics.DesignDiagnostics")
+    }
 
 
 def test_the_api_page_lists_every_public_name_once() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from opacus_reconbound import _validate
 from opacus_reconbound.certificates import margins as _margins
 from opacus_reconbound.certificates.designs import BlockDesign
+from opacus_reconbound.certificates.diagnostics import DesignDiagnostics, value_at_zero
 from opacus_reconbound.certificates.mixture import CHUNK, information_density
 from opacus_reconbound.certificates.parallel import Counter, shared_out
 from opacus_reconbound.certificates.rotation import Rotation
@@ -52,6 +53,8 @@ class BlockEstimate:
         sampling_margin_bits: t_n, for the estimation sample at level α/(2|G|) (equation 35).
         arithmetic_margin_bits: bound on what floating-point arithmetic can have added.
         draws: Monte Carlo draws in all.
+        records: n.
+        own_share: mean share of a draw's mixture density that its own centre makes.
     """
 
     block_size: int
@@ -61,6 +64,8 @@ class BlockEstimate:
     sampling_margin_bits: float
     arithmetic_margin_bits: float
     draws: int
+    records: int
+    own_share: float
 
     @property
     def lower_bound_bits(self) -> float:
@@ -71,6 +76,21 @@ class BlockEstimate:
     def design(self) -> BlockDesign:
         """The converse that this entropy certifies."""
         return BlockDesign(block_size=self.block_size, dither=self.dither, entropy_bits=self.lower_bound_bits)
+
+    @property
+    def diagnostics(self) -> DesignDiagnostics:
+        """What the certified value is made of, at zero leakage in units of tr Σ."""
+        certified = self.design()
+        in_sample = replace(certified, entropy_bits=self.lower_bound_bits + self.sampling_margin_bits)
+        point = replace(certified, entropy_bits=self.entropy_bits)
+        return DesignDiagnostics(
+            n=self.records,
+            point=value_at_zero(point),
+            in_sample=value_at_zero(in_sample),
+            certified=value_at_zero(certified),
+            sampling_margin=value_at_zero(in_sample) - value_at_zero(certified),
+            diagonal_share=self.own_share,
+        )
 
 
 def default_pairs(order: int) -> tuple[tuple[int, float], ...]:
@@ -257,6 +277,7 @@ class _Work:
             monte_carlo_bits=nats_to_bits(deviation + math.exp(-_CLIP - 1.0)),
             error_nats=float(errors.mean()),
             draws=len(clipped),
+            own_share=float(clipped.exp().mean()) / self._n,
         )
 
     def paper(self, i: int, k: int, nu2: float, draws: int) -> BlockEstimate:
@@ -264,6 +285,7 @@ class _Work:
         blocks, scale = self._order // k, math.sqrt(nu2 / k)
         everyone = torch.arange(self._n)
         negative_log, error, constant = [0.0] * blocks, [0.0] * blocks, [0.0] * blocks
+        own = [0.0] * blocks
 
         def measure(hand: Sequence[int]) -> None:
             for b in hand:
@@ -275,6 +297,7 @@ class _Work:
                     found = information_density(centres, everyone, noise, scale, chunk=self._chunk)
                     negative_log[b] += float(found.nats.mean() + 0.5 * noise.square().sum(1).mean()) / draws
                     error[b] += float(found.error_nats.mean()) / draws
+                    own[b] += float((found.nats - math.log(self._n)).exp().mean()) / draws
                     self._counter.add()
 
         shared_out(measure, range(blocks), self._coordinates.device)
@@ -291,6 +314,7 @@ class _Work:
             ),
             error_nats=math.fsum(error) / blocks,
             draws=blocks * draws * self._n,
+            own_share=math.fsum(own) / blocks,
         )
 
     def _estimate(
@@ -302,6 +326,7 @@ class _Work:
         monte_carlo_bits: float,
         error_nats: float,
         draws: int,
+        own_share: float,
     ) -> BlockEstimate:
         # Storing U z moves it by at most u‖z‖, hence the bound's square root by e = u sqrt(E‖z‖²), D by 2e sqrt(D);
         # relative to D + ν² that is at most 2e/ν, and k e/ν nats of entropy pay for it. Twice that is subtracted.
@@ -314,6 +339,8 @@ class _Work:
             sampling_margin_bits=_margins.mcdiarmid_bits(self._n, self._level),
             arithmetic_margin_bits=nats_to_bits(error_nats + 2.0 * k * stored / math.sqrt(nu2)),
             draws=draws,
+            records=self._n,
+            own_share=min(1.0, own_share),
         )
 
     def _centres(self, b: int, k: int) -> torch.Tensor:

@@ -14,11 +14,12 @@ from tqdm import tqdm
 
 from opacus_reconbound import _validate
 from opacus_reconbound.certificates.auto import choose_kinds, multi_designs
-from opacus_reconbound.certificates.block import block_designs, default_pairs
+from opacus_reconbound.certificates.block import block_estimates, default_pairs
 from opacus_reconbound.certificates.certificate import SourceCertificate
 from opacus_reconbound.certificates.designs import Design
+from opacus_reconbound.certificates.diagnostics import DesignDiagnostics
 from opacus_reconbound.certificates.parallel import Progress
-from opacus_reconbound.certificates.replica import DEFAULT_TEMPERATURES, replica_designs
+from opacus_reconbound.certificates.replica import DEFAULT_TEMPERATURES, replica_estimates
 from opacus_reconbound.certificates.rotation import hadamard_order
 from opacus_reconbound.certificates.scale import TraceScale, trace_point, trace_upper
 from opacus_reconbound.certificates.split import record_digests, refuse_overlap, summarise
@@ -152,13 +153,16 @@ def certify(
         settings["chosen"] = list(kinds)
     shares = _shares(kinds, alpha)
     found: list[Design] = []
+    parts: list[DesignDiagnostics | None] = []
     for kind in kinds:
         with _bar(f"{kind} designs", progress) as report:
             if kind == "replica":
                 settings["temperatures"] = list(ladder)
-                found += replica_designs(
+                replicas = replica_estimates(
                     z_reference, z_estimation, level=shares[kind], temperatures=ladder, progress=report
                 )
+                found += [estimate.design for estimate in replicas]
+                parts += [estimate.diagnostics for estimate in replicas]
             elif kind == "multi":
                 plan, designs_found = multi_designs(
                     z_reference,
@@ -170,10 +174,11 @@ def certify(
                 )
                 settings["multi"] = [[s, m, list(trials)] for s, m, trials in plan]
                 found += designs_found
+                parts += [None] * len(designs_found)
             else:
                 settings["pairs"] = [[k, nu2] for k, nu2 in grid]
                 settings["margins"] = margins
-                found += block_designs(
+                blocks = block_estimates(
                     z_reference,
                     z_estimation,
                     pairs=grid,
@@ -183,11 +188,14 @@ def certify(
                     device=device,
                     progress=report,
                 )
+                found += [estimate.design() for estimate in blocks]
+                parts += [estimate.diagnostics for estimate in blocks]
     assumptions: tuple[str, ...] = ASSUMPTIONS
     if allow_repeats:
         assumptions += ("Equal records in the two samples are independent draws of a source that repeats values.",)
     return SourceCertificate(
         designs=tuple(found),
+        diagnostics=tuple(parts),
         trace=trace,
         representation=descriptor,
         reference=summarise(reference_digests),
