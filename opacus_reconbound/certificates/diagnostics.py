@@ -47,7 +47,8 @@ class DesignDiagnostics:
         n: estimation records.
         point: the value without any margin.
         in_sample: the same after the Monte Carlo's margin, if there is one, and the arithmetic's allowance.
-        certified: the value of the design, all margins subtracted.
+        certified: the value of the design, all margins subtracted. By chance it can exceed ``in_sample``, where the
+            reference potential beats the one fitted on the sample.
         sampling_margin: what the margin of a sample mean costs (t; for blocks McDiarmid's).
         range_margin: the part of ``sampling_margin`` that falls like 1/n instead of 1/√n.
         gap_margin: what Lemma 3 costs, y* − ȳ; 0 for blocks.
@@ -72,10 +73,9 @@ class DesignDiagnostics:
             _validate.finite(f"diagnostics.{name}", getattr(self, name))
         for name in ("sampling_margin", "range_margin", "gap_margin", "gap_exponent"):
             _validate.finite(f"diagnostics.{name}", _validate.non_negative(f"diagnostics.{name}", getattr(self, name)))
-        if not self.certified - _TOLERANCE <= self.in_sample <= self.point + _TOLERANCE:
+        if not self.in_sample <= self.point + _TOLERANCE:
             raise InvalidValueError(
-                "Expected diagnostics with certified <= in_sample <= point. "
-                f"Found {self.certified!r}, {self.in_sample!r} and {self.point!r}."
+                f"Expected diagnostics with in_sample <= point. Found {self.in_sample!r} and {self.point!r}."
             )
         if self.range_margin > self.sampling_margin + _TOLERANCE:
             raise InvalidValueError(
@@ -164,8 +164,10 @@ def repeated_share(members: torch.Tensor, most: int = 20_000) -> float | None:
 
 
 def gap_exponent(observed: float, bound: float, bound_at_twice: float) -> float:
-    """How y* − ȳ falls with n: log2 of its ratio to that with twice as many records, all else equal."""
-    return math.log2((bound - observed) / (bound_at_twice - observed)) if bound_at_twice > observed else 0.5
+    """How y* − ȳ falls with n: log2 of its ratio to that with twice as many records, all else equal; in [0, 1]."""
+    if not bound >= bound_at_twice > observed:
+        return 0.5
+    return min(1.0, math.log2((bound - observed) / (bound_at_twice - observed)))
 
 
 def multi_diagnostics(
@@ -193,7 +195,7 @@ def multi_diagnostics(
         certified=estimate.intercept,
         sampling_margin=factor * estimate.mean_margin,
         range_margin=factor * range_margin,
-        gap_margin=factor * estimate.scale * (estimate.certified_gap - estimate.observed_gap),
+        gap_margin=factor * estimate.scale * max(0.0, estimate.certified_gap - estimate.observed_gap),
         gap_exponent=exponent,
         diagonal_share=repeated,
     )

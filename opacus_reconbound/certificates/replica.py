@@ -209,7 +209,7 @@ class ReplicaEstimate:
             certified=self.intercept,
             sampling_margin=2.0 * self.mean_margin,
             range_margin=2.0 * self.range_margin,
-            gap_margin=2.0 * self.temperature * (self.certified_gap - self.observed_gap),
+            gap_margin=2.0 * self.temperature * max(0.0, self.certified_gap - self.observed_gap),
             gap_exponent=gap_exponent(self.observed_gap, self.certified_gap, self.gap_at_twice),
             diagonal_share=self.diagonal_share,
         )
