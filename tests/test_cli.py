@@ -573,7 +573,7 @@ def test_matplotlib_is_named_where_it_is_missing(run: Runner, monkeypatch: pytes
 # ---- interruptions and processes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("where", "name"), [(MODULE, "replica_designs"), (os, "replace"), (os, "fsync")])
+@pytest.mark.parametrize(("where", "name"), [(MODULE, "replica_estimates"), (os, "replace"), (os, "fsync")])
 def test_an_interruption_leaves_no_half_file(
     run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: ModuleType, name: str
 ) -> None:

@@ -173,7 +173,10 @@ def public_names() -> set[str]:
     names |= {f"opacus_reconbound.errors.{name}" for name in opacus_reconbound.errors.__all__ if name not in top}
     names |= {f"opacus_reconbound.lightning.{name}" for name in opacus_reconbound.lightning.__all__}
     names |= {f"opacus_reconbound.certificates.designs.{name}" for name in ("BlockDesign", "ReplicaDesign")}
-    return names | {"opacus_reconbound.certificates.records.RecordSource"}
+    return names | {
+        f"opacus_reconbound.certificates.{name}"
+        for name in ("records.RecordSource", "envelope.Winner", "diagnostics.DesignDiagnostics")
+    }
 
 
 def test_the_api_page_lists_every_public_name_once() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ from opacus_reconbound import _validate
 from opacus_reconbound.certificates import margins as _margins
 from opacus_reconbound.certificates.designs import BlockDesign
 from opacus_reconbound.certificates.devices import rows_at_once, to_float64
+from opacus_reconbound.certificates.diagnostics import DesignDiagnostics, value_at_zero
 from opacus_reconbound.certificates.mixture import CHUNK, information_density
 from opacus_reconbound.certificates.parallel import Counter, in_order, one_tensor_thread, shared_out
 from opacus_reconbound.certificates.rotation import Rotation
@@ -52,6 +53,8 @@ class BlockEstimate:
         sampling_margin_bits: t_n, for the estimation sample at level α/(2|G|) (equation 35).
         arithmetic_margin_bits: bound on what floating-point arithmetic can have added.
         draws: Monte Carlo draws in all.
+        records: n.
+        own_share: mean share of a draw's mixture density that its own centre makes.
     """
 
     block_size: int
@@ -61,6 +64,8 @@ class BlockEstimate:
     sampling_margin_bits: float
     arithmetic_margin_bits: float
     draws: int
+    records: int
+    own_share: float
 
     @property
     def lower_bound_bits(self) -> float:
@@ -68,9 +73,25 @@ class BlockEstimate:
         margin = self.monte_carlo_margin_bits + self.sampling_margin_bits + self.arithmetic_margin_bits
         return self.entropy_bits - margin
 
+    @property
     def design(self) -> BlockDesign:
         """The converse that this entropy certifies."""
         return BlockDesign(block_size=self.block_size, dither=self.dither, entropy_bits=self.lower_bound_bits)
+
+    @property
+    def diagnostics(self) -> DesignDiagnostics:
+        """What the certified value is made of, at zero leakage in units of tr Σ."""
+        certified = self.design
+        in_sample = replace(certified, entropy_bits=self.lower_bound_bits + self.sampling_margin_bits)
+        point = replace(certified, entropy_bits=self.entropy_bits)
+        return DesignDiagnostics(
+            n=self.records,
+            point=value_at_zero(point),
+            in_sample=value_at_zero(in_sample),
+            certified=value_at_zero(certified),
+            sampling_margin=value_at_zero(in_sample) - value_at_zero(certified),
+            diagonal_share=self.own_share,
+        )
 
 
 def default_pairs(order: int) -> tuple[tuple[int, float], ...]:
@@ -121,7 +142,7 @@ def block_designs(
         chunk=chunk,
         progress=progress,
     )
-    return tuple(estimate.design() for estimate in estimates)
+    return tuple(estimate.design for estimate in estimates)
 
 
 def block_estimates(
@@ -255,6 +276,7 @@ class _Work:
             monte_carlo_bits=nats_to_bits(deviation + math.exp(-_CLIP - 1.0)),
             error_nats=float(errors.mean()),
             draws=len(clipped),
+            own_share=float(clipped.exp().mean()) / self._n,
         )
 
     def paper(self, i: int, k: int, nu2: float, draws: int) -> BlockEstimate:
@@ -262,6 +284,7 @@ class _Work:
         blocks, scale = self._order // k, math.sqrt(nu2 / k)
         everyone = torch.arange(self._n)
         negative_log, error, constant = [0.0] * blocks, [0.0] * blocks, [0.0] * blocks
+        own = [0.0] * blocks
 
         def measure(b: int) -> None:
             centres, stream = self._centres(b, k), self._stream(i, b)
@@ -272,6 +295,7 @@ class _Work:
                 found = information_density(centres, everyone, noise, scale, chunk=self._chunk)
                 negative_log[b] += float(found.nats.mean() + 0.5 * noise.square().sum(1).mean()) / draws
                 error[b] += float(found.error_nats.mean()) / draws
+                own[b] += float((found.nats - math.log(self._n)).exp().mean()) / draws
                 self._counter.add()
 
         self._each(measure, blocks)
@@ -288,6 +312,7 @@ class _Work:
             ),
             error_nats=math.fsum(error) / blocks,
             draws=blocks * draws * self._n,
+            own_share=math.fsum(own) / blocks,
         )
 
     def _estimate(
@@ -299,6 +324,7 @@ class _Work:
         monte_carlo_bits: float,
         error_nats: float,
         draws: int,
+        own_share: float,
     ) -> BlockEstimate:
         # Storing U z moves it by at most u‖z‖, hence the bound's square root by e = u sqrt(E‖z‖²), D by 2e sqrt(D);
         # relative to D + ν² that is at most 2e/ν, and k e/ν nats of entropy pay for it. Twice that is subtracted.
@@ -311,6 +337,8 @@ class _Work:
             sampling_margin_bits=_margins.mcdiarmid_bits(self._n, self._level),
             arithmetic_margin_bits=nats_to_bits(error_nats + 2.0 * k * stored / math.sqrt(nu2)),
             draws=draws,
+            records=self._n,
+            own_share=min(1.0, own_share),
         )
 
     def _each(self, measure: Callable[[int], None], blocks: int) -> None:

@@ -1,7 +1,9 @@
 """The certificate: how uncertain the records are, once and for all runs; a frozen, validated JSON file.
 
 Contract. A certificate documents everything that its numbers depend on. Fields are never given another meaning; a
-change of meaning raises ``schema_version``, and a reader refuses versions that it does not know.
+change of meaning raises ``schema_version``, and a reader refuses versions that it does not know. A field that only
+explains (``diagnostics``) may be empty; then it is part neither of the file nor of the digest, so that files made
+without it stay what they are.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,6 +22,9 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from opacus_reconbound import _atomic, _validate
 from opacus_reconbound.certificates.designs import BlockDesign, Design, ReplicaDesign
+from opacus_reconbound.certificates.diagnostics import DesignDiagnostics, predicted, value_at_zero
+from opacus_reconbound.certificates.envelope import Winner, winners
+from opacus_reconbound.certificates.explanation import describe
 from opacus_reconbound.certificates.scale import TraceScale
 from opacus_reconbound.certificates.split import SampleSummary
 from opacus_reconbound.errors import CertificateError, FloorUnreachableError, InvalidValueError
@@ -134,6 +139,8 @@ class SourceCertificate:
         settings: the options that produced the designs, for the record.
         assumptions: what the guarantee rests on.
         library_version: that made the file.
+        diagnostics: what each design's value is made of, in the order of ``designs``; None where a design has none,
+            empty where no design has. They explain, and no bound depends on them.
         schema_version: of the file's meaning.
     """
 
@@ -150,6 +157,7 @@ class SourceCertificate:
     settings: Mapping[str, Any] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
     library_version: str = ""
+    diagnostics: tuple[DesignDiagnostics | None, ...] = ()
     schema_version: Literal[1] = 1
 
     def __post_init__(self) -> None:
@@ -175,6 +183,28 @@ class SourceCertificate:
         )
         if digest != descriptor.digest:
             raise InvalidValueError("The representation's digest does not fit its description.")
+        if self.diagnostics:
+            self._check_diagnostics()
+
+    def _check_diagnostics(self) -> None:
+        if len(self.diagnostics) != len(self.designs):
+            raise InvalidValueError(
+                f"Expected diagnostics for each of the {len(self.designs)} designs, or none at all. "
+                f"Found {len(self.diagnostics)}."
+            )
+        for position, (design, parts) in enumerate(zip(self.designs, self.diagnostics, strict=True)):
+            if parts is None:
+                continue
+            value = value_at_zero(design)
+            if not math.isclose(parts.certified, value, rel_tol=1e-9, abs_tol=1e-12):
+                raise InvalidValueError(
+                    f"diagnostics.{position} are of another design: they certify {parts.certified!r} at zero leakage, "
+                    f"designs.{position} {value!r}."
+                )
+            if parts.n != self.estimation.n:
+                raise InvalidValueError(
+                    f"diagnostics.{position} are of another sample: n = {parts.n}, estimation.n = {self.estimation.n}."
+                )
 
     @property
     def confidence(self) -> float:
@@ -245,14 +275,49 @@ class SourceCertificate:
             step = min(2.0 * step, 0.5)
         return budget
 
+    def winners(self) -> tuple[Winner, ...]:
+        """Which design gives the bound in which range of leakage: ranges from 0 on, without a gap, in bits.
+
+        The last one ends where nothing is guaranteed any more; empty if nothing is guaranteed at any leakage.
+        """
+        return winners(self.designs)
+
+    def rho_with_more_records(self, leakage_bits: float, factor: float = 2.0) -> float | None:
+        """About the ρ* that ``factor`` times as many estimation records would certify: an estimate, never a bound.
+
+        Margins are scaled by their rates in n, and so is the loss to sums of records with themselves; the source's
+        chance and all else stay as they are. Designs without diagnostics count as they are.
+
+        Args:
+            leakage_bits: γ in bits, in [0, inf].
+            factor: how many times as many estimation records, at least 1.
+
+        Returns:
+            The estimate, or None where no design has diagnostics.
+
+        Raises:
+            InvalidValueError: ``factor`` is below 1, or γ is negative or NaN.
+        """
+        if not any(self.diagnostics):
+            return None
+        designs = tuple(
+            design if parts is None else predicted(design, parts, factor)
+            for design, parts in zip(self.designs, self.diagnostics, strict=True)
+        )
+        return replace(self, designs=designs, diagnostics=()).bound(leakage_bits).rho
+
     @property
     def digest(self) -> str:
         """SHA-256 over the content."""
-        return _digest(_adapter().dump_python(self, mode="json"))
+        return _digest(self._content())
+
+    def _content(self) -> dict[str, Any]:
+        content: dict[str, Any] = _adapter().dump_python(self, mode="json")
+        return _without_empty(content)
 
     def to_json(self) -> str:
         """The file's text."""
-        content = _adapter().dump_python(self, mode="json")
+        content = self._content()
         return json.dumps(
             {"format": _FORMAT, "digest": _digest(content), **content}, indent=1, sort_keys=False, allow_nan=False
         )
@@ -340,7 +405,7 @@ class SourceCertificate:
                 "Update opacus_reconbound."
             )
         recorded = content.pop("digest", None)
-        if recorded != _digest(content):
+        if recorded != _digest(_without_empty(content)):
             raise CertificateError(
                 f"{name} was altered after it was made (its digest does not fit its content). {_REMEDY}"
             )
@@ -357,30 +422,22 @@ class SourceCertificate:
             raise CertificateError(f"{name} is not a valid certificate: {reason.rstrip('.')}. {_REMEDY}") from error
 
     def explain(self) -> str:
-        """What the certificate says, in a few lines: sizes, confidence, ρ* at some leakages and the designs behind."""
-        lines = [
-            f"Representation {self.representation.name} {self.representation.parameters}, "
-            f"{self.representation.dimension} coordinates.",
-            f"{self.reference.n} reference and {self.estimation.n} estimation records; "
-            f"confidence {self.confidence:g}; ρ* is relative to {self.trace.label}.",
-        ]
-        for bits in (0.0, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0):
-            bound = self.bound(bits)
-            lines.append(f"γ = {bits:g} bits: ρ* >= {math.floor(bound.rho * 1e3) / 1e3:.3f}  {_name(bound.design)}")
-        return "\n".join(lines)
+        """The certificate in about ten lines, figures rounded to the safe side.
 
-
-def _name(design: Design | None) -> str:
-    if design is None:
-        return "(nothing is guaranteed)"
-    if isinstance(design, BlockDesign):
-        return f"(block design, k = {design.block_size}, ν² = {design.dither:g})"
-    return f"(replica design, m = {design.replicas}, temperature {design.temperature:.3g})"
+        ρ* at some leakages, which design gives the bound where, what limits that design (margins, the diagonal, the
+        Monte Carlo), and about what more estimation records would bring.
+        """
+        return describe(self)
 
 
 @lru_cache(maxsize=1)
 def _adapter() -> TypeAdapter[SourceCertificate]:
     return TypeAdapter(SourceCertificate)
+
+
+def _without_empty(content: dict[str, Any]) -> dict[str, Any]:
+    """The content without optional fields that are empty: what is written and signed."""
+    return {name: value for name, value in content.items() if name != "diagnostics" or value}
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -21,15 +21,16 @@ from tqdm import tqdm
 
 from opacus_reconbound import _validate
 from opacus_reconbound.certificates.auto import choose_kinds, multi_designs
-from opacus_reconbound.certificates.block import block_designs, default_pairs
+from opacus_reconbound.certificates.block import block_estimates, default_pairs
 from opacus_reconbound.certificates.certificate import SourceCertificate
-from opacus_reconbound.certificates.checkpoint import Checkpoint, differences, pack_designs, unpack_designs
+from opacus_reconbound.certificates.checkpoint import Checkpoint, Finished, differences
 from opacus_reconbound.certificates.designs import Design
 from opacus_reconbound.certificates.devices import rows_at_once, to_device, to_float64
+from opacus_reconbound.certificates.diagnostics import DesignDiagnostics
 from opacus_reconbound.certificates.parallel import Progress, one_tensor_thread
 from opacus_reconbound.certificates.ranks import Ranks, shared_among
 from opacus_reconbound.certificates.records import RecordSource, as_source
-from opacus_reconbound.certificates.replica import DEFAULT_TEMPERATURES, replica_designs
+from opacus_reconbound.certificates.replica import DEFAULT_TEMPERATURES, replica_estimates
 from opacus_reconbound.certificates.rotation import hadamard_order
 from opacus_reconbound.certificates.scale import TraceScale, trace_point, trace_upper
 from opacus_reconbound.certificates.split import record_digests, refuse_overlap, summarise
@@ -206,13 +207,13 @@ def certify(
         settings["chosen"] = list(kinds)
     shares = _shares(kinds, alpha)
 
-    def compute(kind: str, report: Progress) -> tuple[Sequence[Design], dict[str, Any]]:
+    def compute(kind: str, report: Progress) -> Finished:
         if kind == "replica":
             with shared_among(ranks):
-                replicas = replica_designs(
+                replicas = replica_estimates(
                     z_reference, z_estimation, level=shares[kind], temperatures=ladder, progress=report
                 )
-            return replicas, {"temperatures": list(ladder)}
+            return Finished.of(replicas, {"temperatures": list(ladder)})
         if kind == "multi":
             plan, many = multi_designs(
                 z_reference,
@@ -222,8 +223,9 @@ def certify(
                 seed=seed,
                 progress=report,
             )
-            return many, {"multi": [[s, m, list(trials)] for s, m, trials in plan]}
-        blocks = block_designs(
+            notes = {"multi": [[s, m, list(trials)] for s, m, trials in plan]}
+            return Finished(designs=tuple(many), diagnostics=(None,) * len(many), settings=notes)
+        blocks = block_estimates(
             z_reference,
             z_estimation,
             pairs=grid,
@@ -233,22 +235,25 @@ def certify(
             device=place,
             progress=report,
         )
-        return blocks, {"pairs": key["pairs"], "margins": margins}
+        return Finished.of(blocks, {"pairs": key["pairs"], "margins": margins})
 
     found: list[Design] = []
+    parts: list[DesignDiagnostics | None] = []
     for kind in kinds:
         packed = finished.get(kind)
         if packed is None:
             with _bar(f"{kind} designs", show) as report:
-                packed = finished.put(kind, pack_designs(*compute(kind, report)))
-        some, notes = unpack_designs(packed)
-        found += some
-        settings |= notes
+                packed = finished.put(kind, compute(kind, report).pack())
+        done = Finished.unpack(packed)
+        found += done.designs
+        parts += done.diagnostics
+        settings |= done.settings
     assumptions: tuple[str, ...] = ASSUMPTIONS
     if allow_repeats:
         assumptions += ("Equal records in the two samples are independent draws of a source that repeats values.",)
     return SourceCertificate(
         designs=tuple(found),
+        diagnostics=tuple(parts),
         trace=trace,
         representation=descriptor,
         reference=summarise(perp.digests),

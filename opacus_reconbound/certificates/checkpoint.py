@@ -8,18 +8,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from opacus_reconbound import _atomic
-from opacus_reconbound.certificates.designs import BlockDesign, Design, ReplicaDesign
+from opacus_reconbound.certificates.designs import BlockDesign, ReplicaDesign
+from opacus_reconbound.certificates.diagnostics import DesignDiagnostics
 from opacus_reconbound.certificates.ranks import Ranks
 from opacus_reconbound.errors import CertificateError, InvalidValueError
 
-__all__ = ["Checkpoint", "differences"]
+__all__ = ["Checkpoint", "Finished", "differences"]
+
+Design = Annotated[BlockDesign | ReplicaDesign, Field(discriminator="kind")]
 
 _FORMAT = "opacus_reconbound/unfinished-certificate/1"
 _AFRESH = "Delete that file to start afresh"
@@ -86,14 +90,44 @@ class Checkpoint:
         return value
 
 
-def pack_designs(designs: Sequence[Design], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """One kind's designs and settings as JSON values."""
-    return {"designs": _adapter().dump_python(tuple(designs), mode="json"), "settings": dict(settings)}
+class Estimate(Protocol):
+    """What the estimates of every kind of design have in common."""
+
+    @property
+    def design(self) -> Design:
+        """The converse for the certificate."""
+
+    @property
+    def diagnostics(self) -> DesignDiagnostics | None:
+        """What its value is made of."""
 
 
-def unpack_designs(packed: Mapping[str, Any]) -> tuple[tuple[Design, ...], dict[str, Any]]:
-    """The inverse of ``pack_designs``, to the last bit."""
-    return _adapter().validate_json(json.dumps(packed["designs"])), dict(packed["settings"])
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """The designs of one kind, what each is made of, and the settings to record."""
+
+    designs: tuple[Design, ...]
+    diagnostics: tuple[DesignDiagnostics | None, ...]
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(cls, estimates: Sequence[Estimate], settings: Mapping[str, Any]) -> Finished:
+        """What was estimated."""
+        return cls(
+            designs=tuple(estimate.design for estimate in estimates),
+            diagnostics=tuple(estimate.diagnostics for estimate in estimates),
+            settings=dict(settings),
+        )
+
+    def pack(self) -> dict[str, Any]:
+        """As JSON values."""
+        packed: dict[str, Any] = _adapter().dump_python(self, mode="json")
+        return packed
+
+    @classmethod
+    def unpack(cls, packed: Mapping[str, Any]) -> Finished:
+        """The inverse of ``pack``, to the last bit."""
+        return _adapter().validate_json(json.dumps(packed))
 
 
 def _read(path: Path, key: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +158,7 @@ def _read(path: Path, key: Mapping[str, Any]) -> dict[str, Any]:
     for name, packed in finished.items():
         if isinstance(packed, dict):
             try:
-                unpack_designs(packed)
+                Finished.unpack(packed)
             except (KeyError, ValidationError, InvalidValueError) as error:
                 raise CertificateError(f"{path} holds no valid {name} designs. {_AFRESH}.") from error
     return finished
@@ -135,5 +169,5 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 @lru_cache(maxsize=1)
-def _adapter() -> TypeAdapter[tuple[Design, ...]]:
-    return TypeAdapter(tuple[Annotated[BlockDesign | ReplicaDesign, Field(discriminator="kind")], ...])
+def _adapter() -> TypeAdapter[Finished]:
+    return TypeAdapter(Finished)

@@ -29,6 +29,7 @@ import torch
 
 from opacus_reconbound.certificates.designs import ReplicaDesign
 from opacus_reconbound.certificates.devices import float64_device, to_float64
+from opacus_reconbound.certificates.diagnostics import DesignDiagnostics, gap_exponent
 from opacus_reconbound.certificates.kernel import (
     SUM_ERROR,
     KernelLadder,
@@ -44,6 +45,7 @@ __all__ = [
     "DEFAULT_TEMPERATURES",
     "ReferencePotential",
     "ReplicaEstimate",
+    "diagonal_shares",
     "fit_reference_potential",
     "in_sample_value",
     "replica_designs",
@@ -148,26 +150,45 @@ def in_sample_value(weights: torch.Tensor, sums: torch.Tensor, temperatures: tor
     return temperatures * (2.0 * w.log().mean(dim=1) - double_sum.log())
 
 
+def diagonal_shares(weights: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    """The share of the double sum of Lemma 1 that each record makes with itself, in [0, 1]; float64 (G,).
+
+    Arguments are those of ``in_sample_value``. Without these terms A_n would be larger by −ε ln(1 − share).
+    """
+    own = weights.double().square() / weights.shape[1]
+    return own.mean(dim=1) / (weights.double() * sums + own).mean(dim=1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReplicaEstimate:
     """One temperature's certificate and what it is made of; all in units of tr Σ unless said.
 
     Attributes:
         temperature: ε.
-        in_sample: A_n after the arithmetic's allowance: the value without any margin.
+        records: n.
+        point: A_n as computed: the value without any margin.
+        in_sample: A_n after the arithmetic's allowance.
+        diagonal_share: what records contribute to the double sum with themselves.
         reference_mean: mean of g_c on the estimation sample.
         mean_margin: t, the empirical Bernstein margin of that mean.
+        range_margin: the part of t that falls like 1/n.
         observed_gap: ȳ, in nats of potential.
         certified_gap: y*, in nats of potential.
+        gap_at_twice: what y* would be with twice as many records and the same ȳ.
         largest: g_max.
     """
 
     temperature: float
+    records: int
+    point: float
     in_sample: float
+    diagonal_share: float
     reference_mean: float
     mean_margin: float
+    range_margin: float
     observed_gap: float
     certified_gap: float
+    gap_at_twice: float
     largest: float
 
     @property
@@ -179,6 +200,21 @@ class ReplicaEstimate:
     def design(self) -> ReplicaDesign:
         """The converse for the certificate."""
         return ReplicaDesign(temperature=self.temperature, intercept=self.intercept, replicas=2)
+
+    @property
+    def diagnostics(self) -> DesignDiagnostics:
+        """What the certified value is made of."""
+        return DesignDiagnostics(
+            n=self.records,
+            point=self.point,
+            in_sample=self.in_sample,
+            certified=self.intercept,
+            sampling_margin=2.0 * self.mean_margin,
+            range_margin=2.0 * self.range_margin,
+            gap_margin=2.0 * self.temperature * max(0.0, self.certified_gap - self.observed_gap),
+            gap_exponent=gap_exponent(self.observed_gap, self.certified_gap, self.gap_at_twice),
+            diagonal_share=self.diagonal_share,
+        )
 
 
 @one_tensor_thread()
@@ -211,11 +247,13 @@ def replica_estimates(
     log_weights = torch.minimum(
         g0 / epsilon[:, None], torch.tensor(0.5 * math.log(n), dtype=torch.float64, device=g0.device)
     )
-    values = torch.full_like(epsilon, -math.inf)
+    values, shares = torch.full_like(epsilon, -math.inf), torch.ones_like(epsilon)
     for sweep in range(sweeps):
         weights = log_weights.exp().float()
         sums = pair_sums(estimation, weights, ladder, part(progress, 2 + sweep, phases))
-        values = torch.maximum(values, in_sample_value(weights, sums, epsilon))
+        found = in_sample_value(weights, sums, epsilon)
+        shares = torch.where(found > values, diagonal_shares(weights, sums), shares)
+        values = torch.maximum(values, found)
         # w (S + w/n) = 1, the self term solved exactly; damped in the log
         solved = math.log(2.0) - (sums + (sums.square() + 4.0 / n).sqrt()).log()
         log_weights = to_float64(weights).log()
@@ -232,16 +270,23 @@ def replica_estimates(
         variance = float(clipped.var(correction=1))
         clip = max(largest / temperature, _LEAST_CLIP)
         observed = (float(g0[g].mean()) - 0.5 * in_sample) / temperature
+        sample_level = level / (2.0 * count)
+        gaps = [
+            upper_tail(observed, clip=clip, slack=math.exp(-clip), n=size, level=sample_level) for size in (n, 2 * n)
+        ]
         results.append(
             ReplicaEstimate(
                 temperature=temperature,
+                records=n,
+                point=float(values[g]),
                 in_sample=in_sample,
+                diagonal_share=min(1.0, float(shares[g])),
                 reference_mean=float(clipped.mean()),
-                mean_margin=empirical_bernstein(
-                    variance=variance, value_range=largest, n=n, level=level / (2.0 * count)
-                ),
+                mean_margin=empirical_bernstein(variance=variance, value_range=largest, n=n, level=sample_level),
+                range_margin=empirical_bernstein(variance=0.0, value_range=largest, n=n, level=sample_level),
                 observed_gap=observed,
-                certified_gap=upper_tail(observed, clip=clip, slack=math.exp(-clip), n=n, level=level / (2.0 * count)),
+                certified_gap=gaps[0],
+                gap_at_twice=gaps[1],
                 largest=largest,
             )
         )

@@ -66,7 +66,7 @@ def test_published_ratios(split: tuple[torch.Tensor, torch.Tensor]) -> None:
     start = time.perf_counter()
     found = block_estimates(*split, pairs=default_pairs(784), level=0.05)
     print(f"\n48 pairs, 8000 draws each: {time.perf_counter() - start:.1f} s")
-    own = [estimate.design() for estimate in found]
+    own = [estimate.design for estimate in found]
     paper = [with_paper_margins(estimate) for estimate in found]
     for bits, published in zip(BITS, GOLDEN["mnist_pixel_rho_star"]["rho"], strict=True):
         print(f"{bits:g} bits: {ratio(own, bits):.4f}, paper's margins {ratio(paper, bits):.4f}, published {published}")

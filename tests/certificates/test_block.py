@@ -244,7 +244,7 @@ def test_pairs_come_back_in_order_with_their_designs() -> None:
     assert [(e.block_size, e.dither) for e in found] == pairs
     designs = block_designs(gaussian(30, 1), gaussian(200, 2).float(), pairs=pairs, level=0.1, draws=300, seed=3)
     for estimate, design in zip(found, designs, strict=True):
-        assert design == estimate.design()
+        assert design == estimate.design
         margins = estimate.monte_carlo_margin_bits + estimate.sampling_margin_bits + estimate.arithmetic_margin_bits
         assert min(estimate.monte_carlo_margin_bits, estimate.arithmetic_margin_bits) > 0.0
         assert design.entropy_bits == pytest.approx(estimate.entropy_bits - margins, rel=1e-12)

@@ -23,6 +23,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from opacus_reconbound.certificates import BlockDesign, ReconstructionBound, ReplicaDesign, SourceCertificate
+from opacus_reconbound.certificates.diagnostics import DesignDiagnostics, value_at_zero
 from opacus_reconbound.certificates.scale import TraceScale
 from opacus_reconbound.certificates.split import SampleSummary
 from opacus_reconbound.errors import CertificateError, FloorUnreachableError, InvalidValueError
@@ -135,8 +136,8 @@ def signed(content: dict[str, Any]) -> str:
     return json.dumps({**content, "digest": hashlib.sha256(canonical.encode()).hexdigest()})
 
 
-def changed_at(path: str, value: Any) -> str:
-    content = json.loads(TEXT)
+def changed_at(path: str, value: Any, text: str = TEXT) -> str:
+    content = json.loads(text)
     *parents, last = path.split(".")
     node = content
     for part in parents:
@@ -567,18 +568,147 @@ def test_explain_at_the_ends_of_the_numbers(bits: float) -> None:
     assert "bits of leakage" in CERTIFICATE.bound(bits).explain()
 
 
-def test_the_certificate_in_words() -> None:
-    text = CERTIFICATE.explain()
+DIAGNOSTICS = (
+    DesignDiagnostics(
+        n=400, point=0.93, in_sample=0.92, certified=0.8, sampling_margin=0.05, range_margin=0.02, gap_margin=0.06,
+        diagonal_share=0.05,
+    ),
+    None,
+    DesignDiagnostics(
+        n=400, point=1.0, in_sample=0.95, certified=value_at_zero(CERTIFICATE.designs[2]), sampling_margin=0.001,
+        diagonal_share=0.0,
+    ),
+)  # fmt: skip
+EXPLAINED = make(diagnostics=DIAGNOSTICS)
+
+
+@pytest.mark.parametrize("certificate", [CERTIFICATE, EXPLAINED])
+def test_the_certificate_in_words(certificate: SourceCertificate) -> None:
+    text = certificate.explain()
     assert "100 reference and 400 estimation records; confidence 0.95" in text
     assert "64 coordinates" in text
-    rows = re.findall(r"γ = ([0-9.]+) bits: ρ\* >= ([0-9.]+)  \((.*)\)", text)
-    assert len(rows) >= 5
-    for bits, rho, name in rows:
-        exact = CERTIFICATE.bound(float(bits))
-        assert exact.rho - 1e-3 <= float(rho) <= exact.rho
-        kind = "nothing" if exact.design is None else exact.design.kind
-        assert kind in name
-    assert {name.split()[0] for _, _, name in rows} == {"replica", "block", "nothing"}
+    assert 7 <= text.count("\n") <= 13
+    told = re.search(r"ρ\* is at least (.*); from ([0-9.]+) bits on nothing", text)
+    assert told
+    pairs = re.findall(r"([0-9.]+) at ([0-9.]+)", told[1])
+    assert len(pairs) >= 4
+    for rho, bits in pairs:
+        exact = certificate.bound(float(bits)).rho
+        assert exact - 1e-3 <= float(rho) <= exact
+    ranges = certificate.winners()
+    assert float(told[2]) == pytest.approx(ranges[-1].stop_bits, abs=0.006)
+    rows = re.findall(r"^  ([0-9.]+) to ([0-9.]+) bits: (replica|block) design, (.*?);", text, flags=re.MULTILINE)
+    assert len(rows) == len(ranges)
+    for (start, stop, kind, _), winner in zip(rows, ranges, strict=True):
+        assert float(start) == pytest.approx(winner.start_bits, abs=0.006)
+        assert float(stop) == pytest.approx(winner.stop_bits, abs=0.006)
+        assert kind == winner.design.kind
+
+
+def test_what_limits_the_designs_in_words() -> None:
+    block, replica, other = [line for line in EXPLAINED.explain().splitlines() if line.startswith("  ")]
+    # at zero leakage, where the block design wins: .95 − certified, and 1 − .95, both rounded up
+    assert re.search(r"limited by the margins \(margins 0.12[01], Monte Carlo 0.05[01]\)\.$", block)
+    # .92 − .8, −.4 ln .95 and .93 − .92
+    assert re.search(r"limited by the margins \(margins 0.12[01], diagonal 0.021, rounding 0.01[01]\)\.$", replica)
+    assert other.endswith("what limits it was not recorded.")
+    assert "no diagnostics" not in EXPLAINED.explain()
+    assert "make it again" in CERTIFICATE.explain()
+    assert "what limits it was not recorded" in CERTIFICATE.explain()
+    alone = make(
+        ReplicaDesign(temperature=0.4, intercept=0.8), diagnostics=(replace(DIAGNOSTICS[0], diagonal_share=1.0),)
+    )
+    assert "every record is alone" in alone.explain()
+    assert "Nothing is guaranteed at any leakage" in make(ReplicaDesign(temperature=0.4, intercept=-0.1)).explain()
+
+
+def test_what_more_records_would_bring_in_words() -> None:
+    text = EXPLAINED.explain().splitlines()[-1]
+    assert text.startswith("More estimation records, an estimate and not a bound: ")
+    found = re.findall(
+        r"at ([13]) bits? ([0-9.]+) would become about ([0-9.]+) with 800 and ([0-9.]+) with 1,600", text
+    )
+    assert [bits for bits, *_ in found] == ["1", "3"]
+    for bits, *values in found:
+        for factor, value in zip((1, 2, 4), values, strict=True):
+            exact = EXPLAINED.rho_with_more_records(float(bits), factor)
+            assert exact is not None
+            assert exact - 1e-3 <= float(value) <= exact
+
+
+def test_many_ranges_in_words() -> None:
+    certificate = make(*[ReplicaDesign(temperature=0.05 * i, intercept=0.25 * math.sqrt(i)) for i in range(1, 14)])
+    lines = [line for line in certificate.explain().splitlines() if line.startswith("  ")]
+    assert len(certificate.winners()) > 9
+    assert len(lines) == 9
+    assert "narrower ranges are left out; `winners()` has them all" in lines[-1]
+    starts = [float(line.split()[0]) for line in lines[:-1]]
+    assert starts == sorted(starts)
+
+
+def test_more_records_are_an_estimate_beside_the_bound() -> None:
+    """The bound itself does not depend on diagnostics, and nothing is estimated without them."""
+    for bits in (0.0, 1.0, 3.0, 50.0):
+        assert EXPLAINED.bound(bits) == CERTIFICATE.bound(bits)
+        values = [EXPLAINED.rho_with_more_records(bits, factor) for factor in (1.0, 2.0, 4.0)]
+        assert values[0] == pytest.approx(CERTIFICATE.bound(bits).rho, rel=1e-12)
+        assert values == sorted(values)
+    assert EXPLAINED.rho_with_more_records(0.0) > CERTIFICATE.highest_rho
+    assert CERTIFICATE.rho_with_more_records(0.0) is None
+    with pytest.raises(InvalidValueError, match="factor >= 1"):
+        EXPLAINED.rho_with_more_records(1.0, 0.5)
+    with pytest.raises(InvalidValueError, match="leakage_bits"):
+        EXPLAINED.rho_with_more_records(-1.0)
+
+
+# ---- diagnostics in the file -----------------------------------------------------------------------------------------
+
+
+def test_diagnostics_travel_in_the_file() -> None:
+    loaded = SourceCertificate.from_json(EXPLAINED.to_json())
+    assert loaded == EXPLAINED
+    assert loaded.digest == EXPLAINED.digest != CERTIFICATE.digest
+    changed = replace(EXPLAINED, diagnostics=(replace(DIAGNOSTICS[0], diagonal_share=0.06), *DIAGNOSTICS[1:]))
+    assert changed.digest != EXPLAINED.digest
+    assert replace(EXPLAINED, diagnostics=()) == CERTIFICATE
+
+
+def test_files_from_before_diagnostics_stay_what_they_are() -> None:
+    """The field is absent where it is empty; this text and digest are of the version before it existed."""
+    assert "diagnostics" not in json.loads(TEXT)
+    assert CERTIFICATE.digest == "b48937e0ea1eb0ce01c77bce55e41b01840446f79789b0b5cf593b6b864b68a0"
+    content = json.loads(TEXT)
+    content["diagnostics"] = []
+    text = json.dumps(content)  # the same content, and so the same digest
+    assert SourceCertificate.from_json(text) == CERTIFICATE
+    assert SourceCertificate.from_json(text).to_json() == TEXT
+
+
+@pytest.mark.parametrize(
+    ("diagnostics", "message"),
+    [
+        (DIAGNOSTICS[:2], "each of the 3 designs, or none at all. Found 2"),
+        (DIAGNOSTICS[::-1], "diagnostics.0 are of another design"),
+        ((replace(DIAGNOSTICS[0], n=401), None, None), "another sample: n = 401, estimation.n = 400"),
+    ],
+)
+def test_diagnostics_of_something_else(diagnostics: Any, message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        make(diagnostics=diagnostics)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("diagnostics.0.certified", 0.81, "another design"),
+        ("diagnostics.0.surprise", 1.0, "surprise"),
+        ("diagnostics.0.point", "1", "point"),
+        ("diagnostics.0.diagonal_share", 1.5, r"diagonal_share in \[0, 1\]"),
+        ("diagnostics.1", 0.5, "diagnostics"),
+    ],
+)
+def test_invalid_diagnostics_with_a_fitting_digest(path: str, value: Any, message: str) -> None:
+    refused(changed_at(path, value, EXPLAINED.to_json()), message)
 
 
 @pytest.mark.parametrize(

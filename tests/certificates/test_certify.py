@@ -421,7 +421,7 @@ def test_the_file_names_no_path_and_no_record(certificate: SourceCertificate) ->
     assert len(certificate.to_json()) < 10_000
     assert set(content) == {
         "format", "digest", "designs", "trace", "representation", "reference", "estimation", "alpha", "alpha_split",
-        "seed", "settings", "assumptions", "library_version", "schema_version",
+        "seed", "settings", "assumptions", "library_version", "diagnostics", "schema_version",
     }  # fmt: skip
 
 

@@ -54,7 +54,7 @@ def half(tmp_path: Path) -> Path:
     """The replica designs are finished, the block designs are not."""
     path = tmp_path / "half.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MODULE, "block_designs", interrupt)
+        patch.setattr(MODULE, "block_estimates", interrupt)
         with pytest.raises(KeyboardInterrupt):
             certificate(path)
     assert list(json.loads(path.read_text())["finished"]) == ["replica"]
@@ -62,15 +62,15 @@ def half(tmp_path: Path) -> Path:
 
 
 def test_finished_kinds_are_not_computed_again(half: Path, whole: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MODULE, "replica_designs", never)
+    monkeypatch.setattr(MODULE, "replica_estimates", never)
     assert certificate(half).to_json() == whole
-    monkeypatch.setattr(MODULE, "block_designs", never)
+    monkeypatch.setattr(MODULE, "block_estimates", never)
     assert certificate(half).to_json() == whole  # the file stays, and holds everything
     assert [path.name for path in half.parent.iterdir()] == ["half.json"]
 
 
 def test_the_first_kind_interrupted_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MODULE, "replica_designs", interrupt)
+    monkeypatch.setattr(MODULE, "replica_estimates", interrupt)
     with pytest.raises(KeyboardInterrupt):
         certificate(tmp_path / "c.json")
     assert not list(tmp_path.iterdir())
@@ -78,7 +78,7 @@ def test_the_first_kind_interrupted_leaves_no_file(tmp_path: Path, monkeypatch: 
 
 def test_what_the_designs_do_not_depend_on_may_change(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = certificate(normaliser="ucb", trace_level=0.01).to_json()
-    monkeypatch.setattr(MODULE, "replica_designs", never)
+    monkeypatch.setattr(MODULE, "replica_estimates", never)
     assert certificate(half, normaliser="ucb", trace_level=0.01).to_json() == expected
 
 
@@ -86,7 +86,7 @@ def test_the_pilots_choice_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "c.json"
     expected = certificate(designs="auto").to_json()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MODULE, "replica_designs", interrupt)
+        patch.setattr(MODULE, "replica_estimates", interrupt)
         with pytest.raises(KeyboardInterrupt):
             certificate(path, designs="auto")
     monkeypatch.setattr(MODULE, "choose_kinds", never)

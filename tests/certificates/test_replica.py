@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from helpers import most_failures
+from helpers import blahut_arimoto, most_failures, mutual_information
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -78,28 +78,6 @@ class Source:
     def intercept(self, epsilon: float) -> float:
         """2 E g_P: what the certificate bounds from below."""
         return 2.0 * float(self.p @ self.potential(epsilon))
-
-
-def mutual_information(joint: Array) -> float:
-    """In nats."""
-    product = joint.sum(1, keepdims=True) * joint.sum(0, keepdims=True)
-    mask = joint > 1e-200
-    return float((joint[mask] * np.log(joint[mask] / product[mask])).sum())
-
-
-def blahut_arimoto(
-    points: Array, p: Array, reproduction: Array, slope: float, rounds: int = 300
-) -> tuple[float, float]:
-    """An achievable (rate in nats, squared distortion): the optimal test channel on these reproduction points."""
-    distortion = ((points[:, None] - reproduction[None]) ** 2).sum(2)
-    q = np.full(len(reproduction), 1.0 / len(reproduction))
-    kernel = np.exp(-(distortion - distortion.min(1, keepdims=True)) / slope)
-    for _ in range(rounds):
-        channel = q * kernel
-        channel /= channel.sum(1, keepdims=True)
-        q = p @ channel
-    joint = p[:, None] * channel
-    return mutual_information(joint), float((joint * distortion).sum())
 
 
 # ---- the theorem -----------------------------------------------------------------------------------------------------
