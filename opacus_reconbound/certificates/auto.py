@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from opacus_reconbound.certificates.block import block_designs
-from opacus_reconbound.certificates.designs import ReplicaDesign
 from opacus_reconbound.certificates.multi import (
+    MultiEstimate,
     fit_multi_potentials,
     multi_estimates,
-    plan_trials,
     principal_axes,
 )
 from opacus_reconbound.certificates.parallel import Progress, part
@@ -22,10 +21,8 @@ __all__ = ["MULTI_GRID", "choose_kinds", "multi_designs"]
 
 # (s, m) in units of tr Σ; fixed in advance of any data
 MULTI_GRID: tuple[tuple[float, int], ...] = (
-    (0.4, 16),
     (0.4, 32),
     (0.28, 16),
-    (0.2, 8),
     (0.2, 16),
     (0.14, 8),
     (0.14, 16),
@@ -35,7 +32,6 @@ MULTI_GRID: tuple[tuple[float, int], ...] = (
 _LEAST_ESTIMATION, _LEAST_REFERENCE = 8_000, 1_000
 _PILOT = 5_000
 _LARGEST_BLOCK_DIMENSION = 4_096
-_LARGEST_AXES = 4_096
 _BITS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
 
 
@@ -87,52 +83,39 @@ def multi_designs(
     monte_carlo_level: float,
     seed: int,
     grid: Sequence[tuple[float, int]] | None = None,
-    pairs: int = 5_000_000,
     progress: Progress | None = None,
-) -> tuple[list[tuple[float, int, tuple[int, ...]]], list[ReplicaDesign]]:
-    """The m-replica designs of the grid that D_perp can be expected to feed; fitted and planned on D_perp.
+) -> tuple[MultiEstimate, ...]:
+    """The m-replica designs of the grid that D_perp can be expected to feed.
 
     Args:
         reference: D_perp in unit scale, float32 (n', d).
-        estimation: D_est, likewise; both may be turned to D_perp's principal axes in place.
+        estimation: D_est, likewise.
         sampling_level: α for all designs' sampling.
         monte_carlo_level: α for all designs' Monte Carlo.
         seed: of everything random.
         grid: (s, m); ``MULTI_GRID`` unless given.
-        pairs: about how many pairs to draw for each design at 59,000 records.
         progress: told (done, in all), in hundredths.
-
-    Returns:
-        (s, m, trials) of the designs, and the designs.
 
     Raises:
         DataError: no design of the grid is within reach.
     """
     reference, estimation = reference.cpu(), estimation.cpu()  # trials are random access; no device gains by them
-    if reference.shape[1] <= _LARGEST_AXES:
-        axes = principal_axes(reference)
-        for z in (reference, estimation):
-            for start in range(0, len(z), 4096):
-                z[start : start + 4096] = (z[start : start + 4096].double() @ axes).float()
+    axes = principal_axes(reference)
     potentials = fit_multi_potentials(
-        reference, MULTI_GRID if grid is None else grid, seed=seed, progress=part(progress, 0, 4)
+        reference, MULTI_GRID if grid is None else grid, seed=seed, axes=axes, progress=part(progress, 0, 4)
     )
-    planned = [(potential, plan_trials(potential, len(estimation))) for potential in potentials]
-    kept = [(potential, trials) for potential, trials in planned if trials is not None]
+    kept = [potential for potential in potentials if potential.complete]
     if not kept:
         raise DataError(
             "The samples are too small for designs with many replicas: too few tuples of records would be accepted. "
             "Use designs='fast', or more records."
         )
-    estimates = multi_estimates(
-        [potential for potential, _ in kept],
+    return multi_estimates(
+        kept,
         estimation,
-        trials=[trials for _, trials in kept],
         sampling_level=sampling_level / len(kept),
         monte_carlo_level=monte_carlo_level / len(kept),
         seed=seed,
-        pairs=max(len(estimation), int(pairs * min(1.0, len(estimation) / 59_000))),
+        axes=axes,
         progress=part(progress, 1, 4, width=3),
     )
-    plan = [(potential.scale, potential.replicas, trials) for potential, trials in kept]
-    return plan, [estimate.design for estimate in estimates]

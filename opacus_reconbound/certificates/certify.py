@@ -215,7 +215,7 @@ def certify(
                 )
             return Finished.of(replicas, {"temperatures": list(ladder)})
         if kind == "multi":
-            plan, many = multi_designs(
+            many = multi_designs(
                 z_reference,
                 z_estimation,
                 sampling_level=shares["multi"],
@@ -223,8 +223,8 @@ def certify(
                 seed=seed,
                 progress=report,
             )
-            notes = {"multi": [[s, m, list(trials)] for s, m, trials in plan]}
-            return Finished(designs=tuple(many), diagnostics=(None,) * len(many), settings=notes)
+            plan = [[e.scale, e.replicas, list(e.monte_carlo.trials)] for e in many]
+            return Finished.of(many, {"multi": plan})
         blocks = block_estimates(
             z_reference,
             z_estimation,

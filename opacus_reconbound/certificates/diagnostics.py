@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,14 +22,10 @@ from opacus_reconbound.certificates.margins import binary_entropy_bits
 from opacus_reconbound.errors import InvalidValueError
 from opacus_reconbound.units import nats_to_bits
 
-if TYPE_CHECKING:
-    from opacus_reconbound.certificates.multi import MultiEstimate
-
 __all__ = [
     "DesignDiagnostics",
     "diagonal_loss",
     "gap_exponent",
-    "multi_diagnostics",
     "predicted",
     "repeated_share",
     "value_at_zero",
@@ -168,37 +163,6 @@ def gap_exponent(observed: float, bound: float, bound_at_twice: float) -> float:
     if not bound >= bound_at_twice > observed:
         return 0.5
     return min(1.0, math.log2((bound - observed) / (bound_at_twice - observed)))
-
-
-def multi_diagnostics(
-    estimate: MultiEstimate,
-    n: int,
-    *,
-    range_margin: float = 0.0,
-    exponent: float = 0.5,
-    repeated: float | None = None,
-) -> DesignDiagnostics:
-    """The parts of an estimate with many replicas.
-
-    Args:
-        estimate: the estimate.
-        n: estimation records.
-        range_margin: the part of its ``mean_margin`` that falls like 1/n.
-        exponent: of its gap margin.
-        repeated: ``repeated_share`` of the tuples accepted last.
-    """
-    factor = estimate.replicas / (estimate.replicas - 1)
-    return DesignDiagnostics(
-        n=n,
-        point=estimate.point,
-        in_sample=estimate.in_sample,
-        certified=estimate.intercept,
-        sampling_margin=factor * estimate.mean_margin,
-        range_margin=factor * range_margin,
-        gap_margin=factor * estimate.scale * max(0.0, estimate.certified_gap - estimate.observed_gap),
-        gap_exponent=exponent,
-        diagonal_share=repeated,
-    )
 
 
 def _power(block_size: int, entropy_bits: float) -> float:

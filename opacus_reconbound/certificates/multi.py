@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from scipy.stats import beta
@@ -35,19 +36,15 @@ from scipy.stats import beta
 from opacus_reconbound import _validate
 from opacus_reconbound.certificates.centres import Centres, fit_centres, log_sum_kernel
 from opacus_reconbound.certificates.designs import ReplicaDesign
-from opacus_reconbound.certificates.kernel import (
-    SUM_ERROR,
-    KernelLadder,
-    cost_error,
-    half_square_norms,
-    log_kernel_means,
-)
+from opacus_reconbound.certificates.diagnostics import DesignDiagnostics, gap_exponent, repeated_share
+from opacus_reconbound.certificates.kernel import SUM_ERROR, cost_error, half_square_norms
 from opacus_reconbound.certificates.margins import empirical_bernstein, upper_tail
 from opacus_reconbound.certificates.parallel import Progress, part
-from opacus_reconbound.certificates.tuples import PairJob, Pool, double, draw_pairs, stream_seed
+from opacus_reconbound.certificates.tuples import HEADS, PairJob, Pool, double, draw_pairs, stream_seed
 from opacus_reconbound.errors import InvalidValueError
 
 __all__ = [
+    "Doubling",
     "MultiEstimate",
     "MultiPotential",
     "clopper_pearson_upper",
@@ -57,11 +54,18 @@ __all__ = [
     "multi_estimates",
     "plan_trials",
     "principal_axes",
+    "project",
 ]
 
 _LEAST_CLIP = 7.5
+_LARGEST_EXACT = 4_096
+_MERGED = 20_000  # tuples wanted at each level of a chain that only fits or plans
+_LEAST_MERGED = 50
+_PILOT_TRIALS = 400_000
+_IMITATED = 2_000  # tuples behind −s ln h
+_ROWS = 12_000  # records whose pairs a chain for fitting or planning is made of
 # the Monte Carlo's random numbers are to be independent of all that f depends on, whatever the callers' seeds
-_FIT_PAIRS, _FIT_TRIALS, _FIT_DRAWS, _PAIRS, _TRIALS = range(5)
+_FIT_PAIRS, _FIT_TRIALS, _PAIRS, _TRIALS, _REFINE_PAIRS, _REFINE_TRIALS = range(6)
 
 
 def clopper_pearson_upper(successes: int, trials: int, level: float) -> float:
@@ -83,11 +87,31 @@ def finite_pool_inverse(observed: float, *, points: float, level: float) -> floa
     return min(1.0, (0.5 * (b + math.sqrt(b * b + 4.0 * observed))) ** 2)
 
 
-def principal_axes(reference: torch.Tensor) -> torch.Tensor:
-    """The reference sample's principal axes as columns, largest variance first; float64 (d, d)."""
-    covariance = reference.double().T @ reference.double() / len(reference)
-    vectors: torch.Tensor = torch.linalg.eigh(covariance).eigenvectors
-    return vectors.flip(1)
+def principal_axes(reference: torch.Tensor, count: int = HEADS) -> torch.Tensor:
+    """The reference sample's first principal axes as orthonormal columns, float64 (d, count).
+
+    Exact up to 4,096 coordinates; a randomised factorisation beyond, for which any orthonormal columns are valid.
+    """
+    d = reference.shape[1]
+    count = min(count, d)
+    if d <= _LARGEST_EXACT:
+        covariance = reference.double().T @ reference.double() / len(reference)
+        vectors: torch.Tensor = torch.linalg.eigh(covariance).eigenvectors
+        return vectors.flip(1)[:, :count]
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn((d, count), generator=generator, dtype=torch.float64)
+    for _ in range(3):  # subspace iteration (Halko, Martinsson and Tropp 2011), a chunk of records at a time
+        image = torch.zeros_like(probe)
+        for start in range(0, len(reference), 1024):
+            x = reference[start : start + 1024].double()
+            image += x.T @ (x @ probe)
+        probe = torch.linalg.qr(image).Q
+    return probe
+
+
+def project(z: torch.Tensor, axes: torch.Tensor, chunk: int = 1024) -> torch.Tensor:
+    """Coordinates on orthonormal axes, float32 (n, h); no distance grows by it."""
+    return torch.cat([(z[start : start + chunk].double() @ axes).float() for start in range(0, len(z), chunk)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,9 +125,7 @@ class MultiPotential:
         step: how far f goes from f_0 towards −s ln h.
         shift: added to f, so that ln V_m is near zero.
         largest: f_max, the cap on f_0.
-        acceptances: P_4, P_8, … on the reference sample, to plan the trials by.
-        log_pair_weights: ln w on the reference sample, to predict pair masses by.
-        reference: the reference records.
+        log_v: ln V_2, ln V_4, … on the reference sample without repeats, as far as tuples merged.
         replicas: m.
     """
 
@@ -113,15 +135,18 @@ class MultiPotential:
     step: float
     shift: float
     largest: float
-    acceptances: tuple[float, ...]
-    log_pair_weights: torch.Tensor
-    reference: torch.Tensor
+    log_v: tuple[float, ...]
     replicas: int
 
     @property
     def scale(self) -> float:
         """s."""
         return self.centres.scale
+
+    @property
+    def complete(self) -> bool:
+        """Whether m-tuples merged on the reference sample: otherwise there is little hope elsewhere."""
+        return 1 << len(self.log_v) == self.replicas
 
     def evaluate(self, z: torch.Tensor, f0: torch.Tensor | None = None) -> torch.Tensor:
         """f at records z, float64 (N,)."""
@@ -137,130 +162,151 @@ def fit_multi_potentials(
     pairs: Sequence[tuple[float, int]],
     *,
     seed: int,
+    axes: torch.Tensor | None = None,
     centres: int = 300,
-    draws: int = 800,
     step: float | None = None,
-    trials: int = 3_000_000,
+    most: int = 30_000_000,
     progress: Progress | None = None,
 ) -> tuple[MultiPotential, ...]:
     """Fit f_0 and f for several (s, m) on the reference sample.
 
     Args:
-        reference: D_perp on its principal axes, unit scale, float32 (n, d).
+        reference: D_perp, unit scale, float32 (n, d).
         pairs: (s, m), m a power of two.
         seed: of everything random.
+        axes: ``principal_axes`` of the reference sample, made here if not given.
         centres: of f_0.
-        draws: M, draws of q_m behind f.
-        step: how far f goes from f_0 towards −s ln h; by default a choice for each (s, m).
-        trials: for each doubling on the reference sample.
+        step: how far f goes from f_0 towards −s ln h; 2/m unless given, as h depends on the (m − 1)st power of e^{f/s}.
+        most: trials for a doubling.
         progress: told (done, in all), in hundredths.
     """
     n = len(reference)
+    heads = project(reference, principal_axes(reference) if axes is None else axes)
     mixtures, jobs = [], []
     for number, (scale, replicas) in enumerate(pairs):
         mixtures.append(fit_centres(reference, scale=scale, replicas=replicas, count=centres, seed=seed))
         log_w = (mixtures[-1].potential(reference) / scale).clamp(max=math.log(n) - 1.0)
-        jobs.append(
-            PairJob(log_w.exp(), scale, torch.full((n,), 20, dtype=torch.int64), stream_seed(seed, _FIT_PAIRS, number))
-        )
+        jobs.append(PairJob(log_w.exp(), scale, 50 * n, stream_seed(seed, _FIT_PAIRS, number)))
         if progress is not None:
-            progress(50 * (number + 1) // len(pairs), 100)
+            progress(60 * (number + 1) // len(pairs), 100)
     found = []
     drawn = draw_pairs(reference, jobs, repeats=False)
-    for number, ((scale, replicas), mixture, job, (log_v, pool)) in enumerate(
+    for number, ((scale, replicas), mixture, job, (log_v2, pool)) in enumerate(
         zip(pairs, mixtures, jobs, drawn, strict=True)
     ):
-        log_w, acceptances = job.weights.log(), []
-        while pool.size < replicas and log_v > -math.inf:
-            accepted, merged = double(
-                reference, pool, scale, trials, seed=stream_seed(seed, _FIT_TRIALS, number), repeats=False
-            )
-            if accepted < 50:
-                break
-            acceptances.append(accepted / trials)
-            log_v = 2.0 * log_v + math.log(accepted / trials)
-            pool = merged
-        means, shares = reference.new_empty((0, reference.shape[1])), torch.empty(0, dtype=torch.float64)
-        shift = 0.0
-        if pool.size == replicas and log_v > -math.inf:
-            chosen = _first_draws(pool, draws, stream_seed(seed, _FIT_DRAWS, number))[:, : replicas - 1].long()
-            means = reference[chosen].double().mean(dim=1).float()
-            log_f = log_sum_kernel(means, reference, log_w - math.log(n), mixture.rate)
-            shares = -(log_f + math.log(len(means)))
-            shift = -scale / replicas * log_v
+        pool, log_v = _chain(
+            reference,
+            heads,
+            pool,
+            log_v2,
+            scale=scale,
+            replicas=replicas,
+            most=most,
+            seed=stream_seed(seed, _FIT_TRIALS, number),
+            repeats=False,
+        )
+        means, shares, shift = reference.new_empty((0, reference.shape[1])), torch.empty(0, dtype=torch.float64), 0.0
+        if pool.size == replicas and len(pool):
+            means, shares = _imitate(reference, job.weights.log(), pool, mixture.rate)
+            shift = -scale / replicas * log_v[-1]
         found.append(
             MultiPotential(
                 centres=mixture,
                 tuple_means=means,
                 log_shares=shares,
-                step=_step(scale, replicas) if step is None else step,
+                step=2.0 / max(replicas, 4) if step is None else step,
                 shift=shift,
                 largest=max(float(mixture.potential(reference).max()), 1e-3),
-                acceptances=tuple(acceptances),
-                log_pair_weights=log_w,
-                reference=reference,
+                log_v=log_v,
                 replicas=replicas,
             )
         )
         if progress is not None:
-            progress(50 + 50 * (number + 1) // len(pairs), 100)
+            progress(60 + 40 * (number + 1) // len(pairs), 100)
     return tuple(found)
 
 
-def _step(scale: float, replicas: int) -> float:
-    """How far f goes from f_0: a short way where tuples are large, farther where few records share a tuple."""
-    return 0.4 if scale < 0.2 and replicas <= 8 else 0.15
+def _chain(
+    z: torch.Tensor,
+    heads: torch.Tensor,
+    pool: Pool,
+    log_v2: float,
+    *,
+    scale: float,
+    replicas: int,
+    most: int,
+    seed: int,
+    repeats: bool,
+) -> tuple[Pool, tuple[float, ...]]:
+    """Doublings with as many trials as it takes, for fitting and planning only: no bound comes from them.
+
+    Returns:
+        The last pool and ln V_2, ln V_4, …, as far as tuples merged.
+    """
+    if len(pool) == 0:
+        return pool, ()
+    log_v = [log_v2]
+    while pool.size < replicas:
+        pilot, merged = double(z, pool, scale, _PILOT_TRIALS, heads=heads, seed=stream_seed(seed, 0), repeats=repeats)
+        trials = _PILOT_TRIALS
+        if pilot < _MERGED:
+            trials = int(min(most, _PILOT_TRIALS * _MERGED / max(pilot, 1)))
+            _, merged = double(z, pool, scale, trials, heads=heads, seed=stream_seed(seed, 1), repeats=repeats)
+        if len(merged) < _LEAST_MERGED:
+            break
+        log_v.append(2.0 * log_v[-1] + math.log(len(merged) / trials))
+        pool = merged
+    return pool, tuple(log_v)
 
 
-def _first_draws(pool: Pool, count: int, seed: int) -> torch.Tensor:
-    """Members of some independent draws of the pool's law: accepted tuples come in any order, pairs row by row."""
-    if pool.rows is None or pool.starts is None:
-        return pool.members[:count]
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.multinomial(pool.rows, count, replacement=True, generator=generator)
-    return pool.members[pool.starts[rows]]
+def _imitate(z: torch.Tensor, log_w: torch.Tensor, pool: Pool, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """h = c ∫ F^{m−1} φ as a mixture: means of m − 1 members of draws of q_m, and −ln of M F(mean).
+
+    The draws have the density F^{m−1} φ_{z_m} at the mean; dividing by F, the sum over z_m, leaves F^{m−1}.
+    """
+    order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(len(pool)))  # pairs come tile by tile
+    chosen = pool.members[order[:_IMITATED]][:, :-1]
+    means = torch.stack([z[row].double().mean(dim=0) for row in chosen.long()]).float()
+    log_f = log_sum_kernel(means, z, log_w - math.log(len(z)), rate)
+    return means, -(log_f + math.log(len(means)))
 
 
 def plan_trials(
-    potential: MultiPotential,
-    n: int,
-    *,
-    targets: Sequence[int] = (1_000_000, 500_000, 100_000, 100_000),
-    most: int = 100_000_000,
-) -> tuple[int, ...] | None:
-    """Trial counts T_4, …, T_m from the acceptances on the reference sample; None where too few would be accepted.
+    log_v: Sequence[float], *, scale: float, replicas: int, loss: float, most: int, level: float
+) -> tuple[int, tuple[int, ...]]:
+    """Pairs and trials T_4, …, T_m such that every level of pools costs about ``loss`` of D, as far as ``most`` allows.
 
-    The sampling margin falls like n^-1/2 and the Monte Carlo's like the accepted tuples' number, so the targets,
-    meant for 59,000 records, shrink with n.
+    A pool of N r-tuples costs about (s/r) sqrt(2 L/(N ν_r)), ν_r = V_m^{r/m}/V_r (Lemma 4), L = ln(1/level).
 
     Args:
-        potential: with its chain on the reference sample.
-        n: estimation records.
-        targets: tuples to accept at each level; the last one again at any further.
-        most: trials at one level.
+        log_v: ln V_2, …, ln V_m as estimated beforehand, by other random numbers.
+        scale: s.
+        replicas: m.
+        loss: in units of tr Σ, for each level.
+        most: trials at one level, and pairs.
+        level: probability of failure of one event.
     """
-    levels = int(math.log2(potential.replicas)) - 1
-    if len(potential.acceptances) < levels:
-        return None
-    share = min(1.0, n / 59_000)
-    counts = []
-    for level, rate in enumerate(potential.acceptances[:levels]):
-        wanted = max(20_000, int(targets[min(level, len(targets) - 1)] * share))
-        counts.append(int(min(most * max(share, 0.02), wanted / rate)))
-        if counts[-1] * rate < 2_000:
-            return None
-    return tuple(counts)
+    sizes = [2 ** (k + 1) for k in range(len(log_v))]
+    wanted = [
+        2.0 * math.log(1.0 / level) * math.exp(v - r / replicas * log_v[-1]) * (scale / (r * loss)) ** 2
+        for r, v in zip(sizes, log_v, strict=True)
+    ]
+    wanted = [max(20_000.0, number) for number in wanted]
+    rates = [math.exp(after - 2.0 * before) for before, after in pairwise(log_v)]
+    trials = tuple(int(min(most, number / rate)) for number, rate in zip(wanted[1:], rates, strict=True))
+    return int(min(most // 25, wanted[0])), trials
 
 
 @dataclass(frozen=True, kw_only=True)
 class Doubling:
-    """What the Monte Carlo gave: ln V_m as estimated and as bounded, and the counts behind it."""
+    """What the Monte Carlo gave: ln V_m as estimated and bounded, counts, and the tuples' share that repeat records."""
 
     estimate: float
     upper: float
     trials: tuple[int, ...]
     accepted: tuple[int, ...]
-    pair_points: float
+    pairs: int
+    repeated_share: float | None
 
 
 def log_v_upper(
@@ -273,12 +319,13 @@ def log_v_upper(
     trials: Sequence[int],
     level: float,
     seed: int,
+    heads: torch.Tensor | None = None,
     progress: Progress | None = None,
 ) -> Doubling:
     """Ln V_m from above with probability at least 1 − level over the Monte Carlo, the arithmetic not yet charged.
 
     Args:
-        z: records on principal axes, float32 (n, d).
+        z: records, float32 (n, d).
         log_v2: ln V_2, exact.
         pairs: draws of q_2.
         scale: s.
@@ -286,19 +333,22 @@ def log_v_upper(
         trials: T_4, T_8, …, T_m, fixed beforehand.
         level: probability of failure.
         seed: of the trials.
+        heads: leading coordinates, see ``tuples.double``.
         progress: told (trials done, trials in all).
     """
     levels = int(math.log2(replicas)) - 1
     if len(trials) != levels or 2 ** (levels + 1) != replicas:
         raise InvalidValueError(f"{replicas} replicas need {levels} trial counts. Found {list(trials)}.")
-    pool, pair_points = pairs, 1.0 / pairs.largest_weight
-    points, accepted, probabilities = [pair_points], [], []
+    pool, pair_points = pairs, len(pairs)
+    points, accepted, probabilities = [max(1, pair_points)], [], []
     estimate, done = log_v2, 0
     for count in trials:
-        merged, pool = double(z, pool, scale, count, seed=seed, progress=_after(progress, done, sum(trials)))
+        merged, pool = double(
+            z, pool, scale, count, seed=seed, heads=heads, progress=_after(progress, done, sum(trials))
+        )
         done += count
         accepted.append(merged)
-        points.append(float(max(1, merged)))
+        points.append(max(1, merged))
         probabilities.append(clopper_pearson_upper(merged, count, level / (2 * levels)))
         estimate = 2.0 * estimate + math.log(max(merged, 1) / count)
         if merged == 0:
@@ -311,7 +361,8 @@ def log_v_upper(
         upper=0.5 * replicas * (log_v2 + math.log(norm)),
         trials=tuple(trials),
         accepted=tuple(accepted),
-        pair_points=pair_points,
+        pairs=pair_points,
+        repeated_share=repeated_share(pool.members),
     )
 
 
@@ -332,6 +383,9 @@ class MultiEstimate:
         observed_gap: ȳ, in nats.
         certified_gap: y*, in nats.
         mean_margin: t.
+        range_margin: the part of ``mean_margin`` that falls like 1/n.
+        gap_at_twice: y* with as much observed in twice as many records.
+        records: n.
         monte_carlo: the counts.
     """
 
@@ -343,6 +397,9 @@ class MultiEstimate:
     observed_gap: float
     certified_gap: float
     mean_margin: float
+    range_margin: float
+    gap_at_twice: float
+    records: int
     monte_carlo: Doubling
 
     @property
@@ -352,63 +409,122 @@ class MultiEstimate:
             temperature=self.scale / (self.replicas - 1), intercept=self.intercept, replicas=self.replicas
         )
 
+    @property
+    def diagnostics(self) -> DesignDiagnostics:
+        """What the certified value is made of."""
+        factor = self.replicas / (self.replicas - 1)
+        return DesignDiagnostics(
+            n=self.records,
+            point=self.point,
+            in_sample=self.in_sample,
+            certified=self.intercept,
+            sampling_margin=factor * self.mean_margin,
+            range_margin=factor * self.range_margin,
+            gap_margin=factor * self.scale * max(0.0, self.certified_gap - self.observed_gap),
+            gap_exponent=gap_exponent(self.observed_gap, self.certified_gap, self.gap_at_twice),
+            diagonal_share=self.monte_carlo.repeated_share,
+        )
+
 
 def multi_estimates(
     potentials: Sequence[MultiPotential],
     estimation: torch.Tensor,
     *,
-    trials: Sequence[Sequence[int]],
     sampling_level: float,
     monte_carlo_level: float,
     seed: int,
-    pairs: int = 5_000_000,
+    axes: torch.Tensor | None = None,
+    turns: int = 2,
+    loss: float = 0.0015,
+    most: int = 500_000_000,
     progress: Progress | None = None,
 ) -> tuple[MultiEstimate, ...]:
-    """Certify several (s, m), all fitted and planned on D_perp alone; one sweep over the pairs serves all.
+    """Certify several (s, m), all fitted on D_perp; each sweep over the pairs serves all.
+
+    First f is improved on the estimation sample itself, which Lemma 1 allows, with tuples from a part of its pairs;
+    they also serve to plan the numbers of pairs and trials of the Monte Carlo, whose random numbers are others.
 
     Args:
         potentials: from ``fit_multi_potentials``.
-        estimation: D_est on D_perp's principal axes, unit scale, float32 (n, d).
-        trials: for each potential T_4, …, T_m.
+        estimation: D_est, unit scale, float32 (n, d).
         sampling_level: α for the sampling of each design, both its events together.
         monte_carlo_level: α for the Monte Carlo of each design.
         seed: of the draws.
-        pairs: about how many pairs to draw for each.
+        axes: orthonormal columns (d, h) on which distances are looked at first.
+        turns: how often f is improved on the estimation sample.
+        loss: of D to the Monte Carlo at each level, in units of tr Σ, to aim at.
+        most: trials at one level.
         progress: told (done, in all), in hundredths.
     """
     n = len(estimation)
-    values, jobs = [], []
-    for number, potential in enumerate(potentials):
-        s = potential.scale
-        f0 = potential.centres.potential(estimation)
-        f = potential.evaluate(estimation, f0).clamp(max=s * (math.log(n) - 1.0))
-        # pairs go where the reference sample says that their mass is
-        inner = log_kernel_means(
-            estimation, potential.reference, potential.log_pair_weights.exp().float()[None], KernelLadder.plan([s])
-        )[0]
-        predicted = f / s + torch.logaddexp(inner, f / s - math.log(n))
-        counts = (torch.softmax(predicted, dim=0) * pairs).ceil().clamp(min=1).long()
-        values.append((f0, f))
-        jobs.append(PairJob((f / s).exp(), s, counts, stream_seed(seed, _PAIRS, number)))
-    stages = len(potentials) + 2
-    drawn = draw_pairs(estimation, jobs, progress=part(progress, 0, stages, width=2))
+    heads = project(estimation, torch.eye(estimation.shape[1], HEADS).double() if axes is None else axes)
+    stages = 2 * turns + 2 + len(potentials)
+    f0s = [potential.centres.potential(estimation) for potential in potentials]
+    fs = [
+        potential.evaluate(estimation, f0).clamp(max=potential.scale * (math.log(n) - 1.0))
+        for potential, f0 in zip(potentials, f0s, strict=True)
+    ]
+
+    def sweep(
+        numbers: Sequence[int], stream: int, rows: torch.Tensor | None, report: Progress | None
+    ) -> list[tuple[float, Pool]]:
+        jobs = [
+            PairJob((f / potential.scale).exp(), potential.scale, number, stream_seed(seed, stream, index))
+            for index, (potential, f, number) in enumerate(zip(potentials, fs, numbers, strict=True))
+        ]
+        return draw_pairs(estimation, jobs, rows=rows, progress=report)
+
+    plans: list[tuple[int, tuple[int, ...]]] = [(1, ())] * len(fs)
+    for turn in range(turns):
+        rows = torch.randperm(n, generator=torch.Generator().manual_seed(stream_seed(seed, n, turn)))[:_ROWS]
+        drawn = sweep(
+            [2_000_000] * len(fs), _REFINE_PAIRS + 2 * turn, rows.sort().values, part(progress, 2 * turn, stages)
+        )
+        for index, (potential, (log_v2, pool)) in enumerate(zip(potentials, drawn, strict=True)):
+            s, m = potential.scale, potential.replicas
+            pool, log_v = _chain(
+                estimation,
+                heads,
+                pool,
+                log_v2,
+                scale=s,
+                replicas=m,
+                most=30_000_000,
+                seed=stream_seed(seed, _REFINE_TRIALS + 2 * turn, index),
+                repeats=True,
+            )
+            if pool.size == m:
+                means, shares = _imitate(estimation, fs[index] / s, pool, potential.centres.rate)
+                log_h = log_sum_kernel(estimation, means, shares, potential.centres.rate)
+                refined = (1.0 - potential.step) * fs[index] - potential.step * s * log_h - s / m * log_v[-1]
+                fs[index] = refined.clamp(max=s * (math.log(n) - 1.0))
+            plans[index] = plan_trials(
+                log_v if pool.size == m else potential.log_v,
+                scale=s,
+                replicas=m,
+                loss=loss,
+                most=most,
+                level=monte_carlo_level / (2 * max(1, len(potential.log_v) - 1)),
+            )
+            if progress is not None:
+                progress(100 * (2 * turn + 1) + 100 * (index + 1) // len(potentials), 100 * stages)
+    drawn = sweep([pairs for pairs, _ in plans], _PAIRS, None, part(progress, 2 * turns, stages, width=2))
     largest = 2.0 * float(half_square_norms(estimation).max())
     results = []
-    for number, (potential, (f0, f), (log_v2, pool), counts_of_trials) in enumerate(
-        zip(potentials, values, drawn, trials, strict=True)
-    ):
+    for index, (potential, (log_v2, pool), (_, trials)) in enumerate(zip(potentials, drawn, plans, strict=True)):
         found = log_v_upper(
             estimation,
             log_v2,
             pool,
             scale=potential.scale,
             replicas=potential.replicas,
-            trials=counts_of_trials,
+            trials=trials,
             level=monte_carlo_level,
-            seed=stream_seed(seed, _TRIALS, number),
-            progress=part(progress, 2 + number, stages),
+            seed=stream_seed(seed, _TRIALS, index),
+            heads=heads,
+            progress=part(progress, 2 * turns + 2 + index, stages),
         )
-        results.append(_assemble(potential, f0, f, found, largest, level=sampling_level))
+        results.append(_assemble(potential, f0s[index], fs[index], found, largest, level=sampling_level))
     return tuple(results)
 
 
@@ -417,21 +533,21 @@ def _assemble(
 ) -> MultiEstimate:
     """Lemmas 1 to 3 for one design, the arithmetic charged; ``largest`` is the largest squared norm in D_est."""
     s, m, n = potential.scale, potential.replicas, len(f0)
-    norm = max(
-        largest, *(2.0 * float(half_square_norms(z).max()) for z in (potential.reference, potential.centres.points))
-    )
     # F_n^2 <= e^eta V_2 F_q everywhere, for the V_2 computed and the law q drawn from; twice as much again for the
     # draw in two stages and for tuple means in float32
-    eta = cost_error(potential.reference.shape[1], norm) / s + SUM_ERROR
+    eta = cost_error(potential.centres.points.shape[1], largest) / s + SUM_ERROR
     mean_f = float(f.mean())
     in_sample = mean_f - s / m * (found.upper + 1.5 * m * eta)
     clipped = f0.clamp(max=potential.largest)
-    margin = empirical_bernstein(
-        variance=float(clipped.var(correction=1)), value_range=potential.largest, n=n, level=0.5 * level
+    margin, least = (
+        empirical_bernstein(variance=variance, value_range=potential.largest, n=n, level=0.5 * level)
+        for variance in (float(clipped.var(correction=1)), 0.0)
     )
     clip = max(potential.largest / s, _LEAST_CLIP)
     observed = (float(f0.mean()) - in_sample) / s
-    gap = upper_tail(observed, clip=clip, slack=math.exp(-clip), n=n, level=0.5 * level)
+    gap, at_twice = (
+        upper_tail(observed, clip=clip, slack=math.exp(-clip), n=size, level=0.5 * level) for size in (n, 2 * n)
+    )
     factor = m / (m - 1)
     return MultiEstimate(
         scale=s,
@@ -442,5 +558,8 @@ def _assemble(
         observed_gap=observed,
         certified_gap=gap,
         mean_margin=margin,
+        range_margin=least,
+        gap_at_twice=at_twice,
+        records=n,
         monte_carlo=found,
     )

@@ -7,10 +7,13 @@ into both sums within and (r/2)‖u − v‖², hence
     V_2r = V_r² P_2r,      P_2r = E_{u, v ~ q_r × q_r} exp(−r ‖u − v‖²/(2s))  in (0, 1],
 
 and an independent pair accepted with that probability is an exact draw from q_2r. So P is the frequency of a coin, and
-nothing is weighted. Pairs (r = 2) come from one exact sweep over all pairs of records.
+nothing is weighted.
 
-Records are to be given in a basis whose first coordinates carry most of the distance (the reference sample's principal
-axes): a trial that fails on the first coordinates reads no others, which does not change its law.
+Pairs (r = 2) come from one exact sweep over all pairs of records, as a Poisson process: a pair (i, j) occurs
+Poisson(λ w_i w_j k_ij) times, so whatever the number N of pairs comes out as, they are N independent draws of q_2.
+
+A trial that fails on a few leading coordinates (``heads``: the projections of the records on the reference sample's
+first principal axes) reads no others, which does not change its law.
 """
 
 from __future__ import annotations
@@ -19,18 +22,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from opacus_reconbound.certificates.kernel import costs, half_square_norms, strict_float32
-from opacus_reconbound.certificates.parallel import Counter, Progress, shared_out
-from opacus_reconbound.units import nats_to_bits
+from opacus_reconbound.certificates.compiled import trial_kernel
+from opacus_reconbound.certificates.kernel import KernelLadder, costs, half_square_norms, strict_float32
+from opacus_reconbound.certificates.parallel import Counter, Progress, in_order
+from opacus_reconbound.errors import DataError
 
-__all__ = ["PairJob", "Pool", "double", "draw_pairs", "stream_seed"]
+__all__ = ["HEADS", "PairJob", "Pool", "double", "draw_pairs", "stream_seed"]
 
-_HEADS = (12, 48)
-_TRIALS = 1 << 16
-_BLOCK = 256
-_DRAWS = 8192
+HEADS = 48
+_NEAR = 8
+_TRIALS = 1 << 18
+_TILE = 512
+_BLOCK = 64
+_PILOT = 256
+_MOST_PAIRS = 200_000_000
 # a distance, of the first coordinates or of all, is reduced by this before it may reject: in spite of float32 the
 # chance of acceptance is never below the exact one, and a larger kernel makes every norm larger
 _HEAD_SAFETY = 1.0 - 1e-4
@@ -38,24 +46,21 @@ _HEAD_SAFETY = 1.0 - 1e-4
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Tuples to draw from, with replacement.
+    """Independent draws of a law on r-tuples, to draw from with replacement.
 
     Attributes:
         members: record numbers, int32 (N, r).
-        rows: for weighted pools: probability of each row of the first member, float64 (n,); else None.
-        starts: for weighted pools: where each row's tuples begin, int64 (n + 1,).
-        largest_weight: of one tuple; 1/N for an unweighted pool.
     """
 
     members: torch.Tensor
-    largest_weight: float
-    rows: torch.Tensor | None = None
-    starts: torch.Tensor | None = None
 
     @property
     def size(self) -> int:
         """r, the members of a tuple."""
         return int(self.members.shape[1])
+
+    def __len__(self) -> int:
+        return len(self.members)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,13 +70,13 @@ class PairJob:
     Attributes:
         weights: w > 0, float64 (n,).
         scale: s.
-        counts: partners to draw for each record, int64 (n,), at least 1.
+        pairs: how many to expect, about.
         seed: of the draws.
     """
 
     weights: torch.Tensor
     scale: float
-    counts: torch.Tensor
+    pairs: int
     seed: int
 
 
@@ -80,93 +85,123 @@ def draw_pairs(
     jobs: Sequence[PairJob],
     *,
     repeats: bool = True,
+    rows: torch.Tensor | None = None,
     progress: Progress | None = None,
-    chunk: int = 128,
 ) -> list[tuple[float, Pool]]:
-    """ln V_2 and a pool of exact draws of q_2, stratified by the first record; one sweep over all pairs for all jobs.
+    """ln V_2 and independent draws of q_2, all jobs in one sweep over tiles; the same bits on any number of threads.
 
-    Without repeats V_2 may be nought where all records are far apart; the pool then means nothing.
-
-    A partner is drawn in two stages, a block of columns by the blocks' sums and a column within it, so that no running
-    sum over a whole row is needed.
+    V_2 may be nought where nothing is near and repeats are excluded; the pool is empty then.
 
     Args:
         z: records, float32 (n, d).
-        jobs: weights, scale and counts of each.
+        jobs: weights, scale, number and seed of each.
         repeats: whether a record may be its own partner (it may, in V_2; not where a population is imitated).
-        progress: told (records done, records in all).
-        chunk: records at a time.
+        rows: only pairs with their first record among these, int64 (k,): a cheaper sweep where an imitation of q_2 and
+            an estimate of V_2 will do. All pairs by default, and then both are exact.
+        progress: told (tiles done, tiles in all).
     """
     n = len(z)
-    blocks = -(-n // _BLOCK)
     half = half_square_norms(z)
-    starts, partners, sums, weights = [], [], [], []
-    for job in jobs:
-        start = torch.zeros(n + 1, dtype=torch.int64)
-        start[1:] = job.counts.cumsum(dim=0)
-        starts.append(start)
-        partners.append(torch.empty(int(start[-1]), dtype=torch.int32))
-        sums.append(torch.empty(n, dtype=torch.float64))
-        weights.append(job.weights.float())
-    counter = Counter(progress, n)
+    ladder = KernelLadder.plan([job.scale for job in jobs])
+    users = [[j for j, job in enumerate(jobs) if job.scale == scale] for scale in ladder.temperatures]
+    weights = [job.weights.float() for job in jobs]
+    rates = [job.pairs / mass if (mass := _pilot_mass(z, half, job, repeats)) > 0.0 else 0.0 for job in jobs]
+    chosen = torch.arange(n) if rows is None else rows
+    starts = list(range(0, len(chosen), _TILE))
+    tiles = [(a, b) for a in starts for b in range(a if rows is None else 0, n, _TILE)]
+    number = {tile: index for index, tile in enumerate(tiles)}
+    # a part of the rows stands for all
+    share = 1.0 if rows is None else len(chosen) / n
+    masses = torch.zeros((len(jobs), len(tiles)), dtype=torch.float64)
+    counter = Counter(progress, len(tiles))
 
-    def sweep(firsts: Sequence[int]) -> None:
-        kernel = torch.zeros((chunk, blocks * _BLOCK), dtype=torch.float32)
-        for first in firsts:
-            last = min(first + chunk, n)
-            rows = last - first
-            cost = costs(z[first:last], z, half[first:last], half)
-            diagonal = torch.arange(first, last)
-            cost[diagonal - first, diagonal] = 0.0 if repeats else math.inf
-            for number, job in enumerate(jobs):
-                live = kernel[:rows, :n]
-                torch.mul(cost, -nats_to_bits(1.0) / job.scale, out=live)
-                live.exp2_().mul_(weights[number])
-                table = kernel[:rows].view(rows * blocks, _BLOCK)
-                running = table.sum(dim=1).view(rows, blocks).double().cumsum_(dim=1)
-                totals = running[:, -1]
-                sums[number][first:last] = totals / n
-                row = torch.repeat_interleave(torch.arange(rows), job.counts[first:last])
-                generator = torch.Generator().manual_seed(stream_seed(job.seed, first))
-                target = torch.rand(len(row), generator=generator, dtype=torch.float64) * totals[row]
-                block = _search(running, row, target)
-                below = torch.where(block > 0, running[row, (block - 1).clamp(min=0)], 0.0)
-                share = ((target - below) / (running[row, block] - below)).clamp_(0.0, 1.0)
-                place = starts[number][first]
-                for part in range(0, len(row), _DRAWS):
-                    some = slice(part, part + _DRAWS)
-                    within = table[row[some] * blocks + block[some]].double().cumsum_(dim=1)
-                    aim = share[some, None] * within[:, -1:]
-                    column = torch.searchsorted(within, aim, right=True)[:, 0].clamp_(max=_BLOCK - 1)
-                    found = (block[some] * _BLOCK + column).clamp_(max=n - 1)
-                    partners[number][place + part : place + part + len(found)] = found.to(torch.int32)
-            counter.add(rows)
+    def sweep(a: int) -> list[torch.Tensor]:
+        first = chosen[a : a + _TILE]
+        x, half_x = z[first], half[first]
+        drawn: list[list[torch.Tensor]] = [[] for _ in jobs]
+        for b in range(a if rows is None else 0, n, _TILE):
+            second = torch.arange(b, min(b + _TILE, n))
+            cost = costs(x, z[b : b + _TILE], half_x, half[b : b + _TILE])
+            same = first[:, None] == second[None, :]
+            if bool(same.any()):
+                cost[same] = 0.0 if repeats else math.inf
+            both = 2.0 if rows is None and b > a else 1.0  # (i, j) stands for (j, i), whose mean is the same
+            for g, kernel in ladder.kernels(cost):
+                for j in users[g]:
+                    mass, pairs = _draw_tile(
+                        kernel,
+                        weights[j][first],
+                        weights[j][b : b + _TILE],
+                        both * rates[j] / share,
+                        stream_seed(jobs[j].seed, a, b),
+                    )
+                    masses[j, number[a, b]] = both * mass
+                    drawn[j].append(torch.stack([first[pairs[0]], second[pairs[1]]], dim=1).to(torch.int32))
+            counter.add(1)
+        return [torch.cat(parts) for parts in drawn]
 
+    pools: list[list[torch.Tensor]] = [[] for _ in jobs]
     with strict_float32():
-        shared_out(sweep, list(range(0, n, chunk)), z.device)
+        for found in in_order(sweep, starts, z.device, counter):
+            for pool, some in zip(pools, found, strict=True):
+                pool.append(some)
     results = []
-    for number, job in enumerate(jobs):
-        mass = job.weights * sums[number]
-        total = float(mass.sum())
-        probability = mass / total if total > 0.0 else torch.full_like(mass, 1.0 / n)
-        first_member = torch.repeat_interleave(torch.arange(n, dtype=torch.int32), job.counts)
-        pool = Pool(
-            members=torch.stack([first_member, partners[number]], dim=1),
-            largest_weight=float((probability / job.counts).max()),
-            rows=probability,
-            starts=starts[number],
-        )
-        results.append((math.log(total / n) if total > 0.0 else -math.inf, pool))
+    for j in range(len(jobs)):
+        total = math.fsum(masses[j].tolist()) / (share * n * n)
+        results.append((math.log(total) if total > 0.0 else -math.inf, Pool(torch.cat(pools[j]))))
+        pools[j].clear()
     return results
 
 
-def _search(running: torch.Tensor, row: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """For each target the first column of its row at which the running sum exceeds it."""
-    counts = torch.bincount(row, minlength=len(running))
-    table = torch.zeros((len(running), int(counts.max())), dtype=torch.float64)
-    offset = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
-    table[row, offset] = target
-    return torch.searchsorted(running, table, right=True)[row, offset].clamp(max=running.shape[1] - 1)
+def _pilot_mass(z: torch.Tensor, half: torch.Tensor, job: PairJob, repeats: bool) -> float:
+    """About Σ_ij w_i w_j k_ij: every record's own term, and the others' from some rows."""
+    n = len(z)
+    generator = torch.Generator().manual_seed(stream_seed(job.seed, n))
+    some = torch.randperm(n, generator=generator)[:_PILOT]
+    total = 0.0
+    with strict_float32():
+        for b in range(0, n, 4096):
+            kernel = torch.exp(costs(z[some], z[b : b + 4096], half[some], half[b : b + 4096]).double() / -job.scale)
+            kernel[some[:, None] == torch.arange(b, b + kernel.shape[1])[None, :]] = 0.0
+            total += float(job.weights[some] @ (kernel @ job.weights[b : b + 4096]))
+    return total * n / len(some) + (float(job.weights.square().sum()) if repeats else 0.0)
+
+
+def _draw_tile(
+    kernel: torch.Tensor, w_rows: torch.Tensor, w_columns: torch.Tensor, rate: float, seed: int
+) -> tuple[float, tuple[torch.Tensor, torch.Tensor]]:
+    """A tile's mass Σ w_i w_j k_ij, and the cells of a Poisson process of that intensity times ``rate``.
+
+    A cell is found in two stages: a block of columns in a row by the blocks' sums, and a column within it.
+    """
+    table = kernel * w_columns
+    if table.shape[1] % _BLOCK:
+        table = torch.nn.functional.pad(table, (0, -table.shape[1] % _BLOCK))
+    blocks = table.shape[1] // _BLOCK
+    table = table.view(-1, _BLOCK)
+    sums = (table.sum(dim=1).view(-1, blocks) * w_rows[:, None]).double().view(-1)
+    running = sums.cumsum(dim=0)
+    mass = float(running[-1])
+    generator = torch.Generator().manual_seed(seed)
+    expected = rate * mass
+    if not expected < _MOST_PAIRS:
+        raise DataError(
+            f"A few records hold most of the sample's mass: about {expected:.3g} pairs would be drawn from one tile. "
+            "Look for duplicates or extreme values among the estimation records."
+        )
+    count = int(torch.poisson(torch.tensor(expected, dtype=torch.float64), generator=generator))
+    if count == 0:
+        nothing = torch.empty(0, dtype=torch.int64)
+        return mass, (nothing, nothing)
+    target = torch.rand(count, generator=generator, dtype=torch.float64).mul_(mass)
+    block = torch.searchsorted(running, target, right=True)
+    block.clamp_(max=int((sums > 0.0).nonzero()[-1]))
+    within = table[block].double().cumsum_(dim=1)
+    aim = torch.rand((count, 1), generator=generator, dtype=torch.float64).mul_(within[:, -1:])
+    column = torch.searchsorted(within, aim, right=True)[:, 0].clamp_(max=_BLOCK - 1)
+    row = torch.div(block, blocks, rounding_mode="floor")
+    column += (block - row * blocks) * _BLOCK
+    return mass, (row, column.clamp_(max=kernel.shape[1] - 1))
 
 
 def stream_seed(seed: int, *parts: int) -> int:
@@ -180,35 +215,6 @@ def stream_seed(seed: int, *parts: int) -> int:
     return state >> 1
 
 
-def _below(count: int, number: int, generator: torch.Generator) -> torch.Tensor:
-    """Whole numbers below ``number``, all equally likely: ``torch.randint`` takes 32 bits modulo ``number``."""
-    uniform = torch.rand(count, generator=generator, dtype=torch.float64)
-    return uniform.mul_(number).long().clamp_(max=number - 1)
-
-
-class _Alias:
-    """Draws from fixed probabilities in constant time (Walker's alias table)."""
-
-    def __init__(self, probability: torch.Tensor) -> None:
-        n = len(probability)
-        scaled = (probability * n).tolist()
-        keep, other = [1.0] * n, list(range(n))
-        small = [i for i, p in enumerate(scaled) if p < 1.0]
-        large = [i for i, p in enumerate(scaled) if p >= 1.0]
-        while small and large:
-            low, high = small.pop(), large.pop()
-            keep[low], other[low] = scaled[low], high
-            scaled[high] -= 1.0 - scaled[low]
-            (small if scaled[high] < 1.0 else large).append(high)
-        self.keep = torch.tensor(keep, dtype=torch.float64)
-        self.other = torch.tensor(other, dtype=torch.int64)
-
-    def draw(self, count: int, generator: torch.Generator) -> torch.Tensor:
-        place = _below(count, len(self.keep), generator)
-        uniform = torch.rand(count, generator=generator, dtype=torch.float64)
-        return torch.where(uniform < self.keep[place], place, self.other[place])
-
-
 def double(
     z: torch.Tensor,
     pool: Pool,
@@ -216,7 +222,9 @@ def double(
     trials: int,
     *,
     seed: int,
+    heads: torch.Tensor | None = None,
     repeats: bool = True,
+    compiled: bool = True,
     progress: Progress | None = None,
 ) -> tuple[int, Pool]:
     """Try to merge independent pairs of tuples; return how many of the trials were accepted, and these as a pool.
@@ -224,82 +232,92 @@ def double(
     A trial accepts with probability exp(−r‖u − v‖²/(2s)); with E exponential, that is r‖u − v‖²/(2s) <= E.
 
     Args:
-        z: records, float32 (n, d), distance mostly in the first coordinates.
-        pool: r-tuples.
+        z: records, float32 (n, d).
+        pool: r-tuples, fewer than 2^32 of them.
         scale: s.
         trials: T, fixed beforehand.
         seed: of the trials.
+        heads: leading coordinates, float32 (n, h): a map of the records that enlarges no distance. The first ones of
+            ``z`` by default.
         repeats: whether both tuples may share records.
+        compiled: use machine code where numba is installed. Its random numbers are others, their law is the same.
         progress: told (trials done, trials in all).
     """
-    r, width = pool.size, z.shape[1]
-    bounds = [min(head, width) for head in _HEADS]
-    factor = r / (2.0 * scale)
-    members = pool.members.long()
-    if r == 2:
-        heads = [z[:, : bounds[0]].contiguous(), z[:, : bounds[1]].contiguous()]
-    else:
-        heads = [_means(z[:, : bounds[0]].contiguous(), members), _means(z[:, : bounds[1]].contiguous(), members)]
-    alias = None if pool.rows is None else _Alias(pool.rows)
+    r, near = pool.size, _NEAR
+    heads = z[:, :HEADS] if heads is None else heads
+    if len(pool) == 0:
+        return 0, Pool(pool.members.new_empty((0, 2 * r)))
+    factor = _HEAD_SAFETY * r / (2.0 * scale)
+    table = heads if r == 2 else _means(heads, pool.members)
+    first, second = table[:, :near].contiguous(), table[:, near:].contiguous()
+    kernel = trial_kernel() if compiled else None
     counter = Counter(progress, trials)
 
-    def pick(count: int, generator: torch.Generator) -> torch.Tensor:
-        if alias is None or pool.starts is None:
-            return _below(count, len(members), generator)
-        row = alias.draw(count, generator)
-        first = pool.starts[row]
-        own = (pool.starts[row + 1] - first).double()
-        uniform = torch.rand(count, generator=generator, dtype=torch.float64)
-        return first + torch.minimum((uniform * own).long(), own.long() - 1)
+    def run(index: int) -> torch.Tensor:
+        count, stream = min(_TRIALS, trials - index * _TRIALS), stream_seed(seed, r, index)
+        if kernel is None:
+            pairs = _plain_trials(z, pool.members, (first, second), factor, count, stream)
+        else:
+            arrays = (array.numpy() for array in (first, second, z, pool.members))
+            buffer = np.empty((count, 2), dtype=np.int64)
+            accepted = kernel(*arrays, factor, count, np.uint64(stream), buffer)
+            pairs = torch.from_numpy(buffer[:accepted].copy())
+        merged = torch.cat([pool.members[pairs[:, 0]], pool.members[pairs[:, 1]]], dim=1)
+        if not repeats and len(merged):
+            ordered = merged.sort(dim=1).values
+            merged = merged[(ordered[:, 1:] != ordered[:, :-1]).all(dim=1)]
+        counter.add(count)
+        return merged
 
-    def head_distance(level: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        table = heads[level]
-        if r == 2:
-            x, y = members[a], members[b]
-            difference = table[x[:, 0]] + table[x[:, 1]]
-            difference -= table[y[:, 0]]
-            difference -= table[y[:, 1]]
-            return difference.square_().sum(dim=1).mul_(0.25)
-        return (table[a] - table[b]).square_().sum(dim=1)
-
-    def run(chunks: Sequence[int]) -> list[tuple[int, torch.Tensor]]:
-        found = []
-        for index in chunks:
-            count = min(_TRIALS, trials - index * _TRIALS)
-            generator = torch.Generator().manual_seed(stream_seed(seed, r, index))
-            a, b = pick(count, generator), pick(count, generator)
-            uniform = torch.rand(count, generator=generator, dtype=torch.float64)
-            limit = uniform.neg_().log1p_().neg_() / factor  # an exponential variable, to the last bit
-            for level in range(len(bounds)):
-                alive = (head_distance(level, a, b).double() * _HEAD_SAFETY <= limit).nonzero()[:, 0]
-                a, b, limit = a[alive], b[alive], limit[alive]
-            if len(a):
-                distance = torch.cat(
-                    [
-                        (_means(z, members[a[i : i + 4096]]).double() - _means(z, members[b[i : i + 4096]]).double())
-                        .square()
-                        .sum(dim=1)
-                        for i in range(0, len(a), 4096)
-                    ]
-                )
-                alive = (distance * _HEAD_SAFETY <= limit).nonzero()[:, 0]
-                merged = torch.cat([pool.members[a[alive]], pool.members[b[alive]]], dim=1)
-                if not repeats and len(merged):
-                    ordered = merged.sort(dim=1).values
-                    merged = merged[(ordered[:, 1:] != ordered[:, :-1]).all(dim=1)]
-                found.append((index, merged))
-            counter.add(count)
-        return found
-
-    parts = [item for hand in shared_out(run, list(range(-(-trials // _TRIALS))), z.device) for item in hand]
-    parts.sort(key=lambda item: item[0])
-    accepted = torch.cat([merged for _, merged in parts]) if parts else pool.members.new_empty((0, 2 * r))
-    return len(accepted), Pool(members=accepted, largest_weight=1.0 / max(1, len(accepted)))
+    chunks = range(-(-trials // _TRIALS))
+    merged = torch.cat([pool.members.new_empty((0, 2 * r)), *in_order(run, chunks, z.device, counter)])
+    return len(merged), Pool(merged)
 
 
-def _means(z: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
+def _plain_trials(
+    z: torch.Tensor,
+    members: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    factor: float,
+    count: int,
+    seed: int,
+) -> torch.Tensor:
+    """Numbers of the tuples that merged, int64 (accepted, 2), in torch alone."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs = _below(2 * count, len(members), generator).view(count, 2)
+    uniform = torch.rand(count, generator=generator, dtype=torch.float64)
+    limit = uniform.neg_().log1p_().neg_() / factor  # an exponential variable, to the last bit
+    partial = torch.zeros(count, dtype=torch.float64)
+    for table in tables:
+        partial += _gap(table, members, pairs)
+        alive = (partial <= limit).nonzero()[:, 0]
+        pairs, limit, partial = pairs[alive], limit[alive], partial[alive]
+    kept = []
+    for start in range(0, len(pairs), 4096):
+        some = pairs[start : start + 4096]
+        u, v = _means(z, members[some[:, 0]], torch.float64), _means(z, members[some[:, 1]], torch.float64)
+        kept.append(some[(u - v).square().sum(dim=1) <= limit[start : start + 4096]])
+    return torch.cat(kept) if kept else pairs
+
+
+def _gap(table: torch.Tensor, members: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """Squared distances of tuple means in a table's coordinates: the records' for pairs, the means' otherwise."""
+    if members.shape[1] > 2:
+        return (table[pairs[:, 0]] - table[pairs[:, 1]]).square_().sum(dim=1).double()
+    x, y = members[pairs[:, 0]].long(), members[pairs[:, 1]].long()
+    gap = (table[x[:, 0]] + table[x[:, 1]]) - (table[y[:, 0]] + table[y[:, 1]])
+    return gap.square_().sum(dim=1).double().mul_(0.25)
+
+
+def _below(count: int, number: int, generator: torch.Generator) -> torch.Tensor:
+    """Whole numbers below ``number``, all equally likely: ``torch.randint`` takes 32 bits modulo ``number``."""
+    uniform = torch.rand(count, generator=generator, dtype=torch.float64)
+    return uniform.mul_(number).long().clamp_(max=number - 1)
+
+
+def _means(z: torch.Tensor, members: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Means of tuples of rows, (N, d)."""
-    result = z[members[:, 0]].clone()
+    result = z[members[:, 0].long()].to(dtype)
     for column in range(1, members.shape[1]):
-        result += z[members[:, column]]
+        result += z[members[:, column].long()]
     return result.div_(members.shape[1])

@@ -18,7 +18,6 @@ from opacus_reconbound.certificates.diagnostics import (
     DesignDiagnostics,
     diagonal_loss,
     gap_exponent,
-    multi_diagnostics,
     predicted,
     repeated_share,
     value_at_zero,
@@ -26,7 +25,7 @@ from opacus_reconbound.certificates.diagnostics import (
 from opacus_reconbound.certificates.explanation import limits
 from opacus_reconbound.certificates.kernel import KernelLadder, pair_sums
 from opacus_reconbound.certificates.margins import empirical_bernstein, mcdiarmid_bits, upper_tail
-from opacus_reconbound.certificates.multi import fit_multi_potentials, multi_estimates
+from opacus_reconbound.certificates.multi import fit_multi_potentials, multi_estimates, principal_axes
 from opacus_reconbound.certificates.replica import diagonal_shares, in_sample_value, replica_estimates
 from opacus_reconbound.errors import InvalidValueError
 
@@ -171,19 +170,24 @@ def test_repeated_share() -> None:
 
 
 def test_the_parts_of_many_replicas() -> None:
-    potentials = fit_multi_potentials(clusters(0, 300), [(0.6, 4)], seed=1, trials=50_000)
+    reference, estimation = clusters(0, 300), clusters(1, 400)
+    potentials = fit_multi_potentials(
+        reference, [(0.6, 4)], seed=1, axes=principal_axes(reference), centres=20, most=50_000
+    )
     (e,) = multi_estimates(
-        potentials, clusters(1, 400), trials=[(20_000,)], sampling_level=0.04, monte_carlo_level=0.01, seed=2,
-        pairs=20_000,
-    )  # fmt: skip
-    parts = multi_diagnostics(e, 400, repeated=0.1)
-    assert (parts.point, parts.in_sample, parts.certified) == (e.point, e.in_sample, e.intercept)
+        potentials, estimation, sampling_level=0.04, monte_carlo_level=0.01, seed=2, turns=1, most=200_000
+    )
+    parts = e.diagnostics
+    assert (parts.n, parts.point, parts.in_sample, parts.certified) == (400, e.point, e.in_sample, e.intercept)
     total = parts.monte_carlo_loss + parts.sampling_margin + parts.gap_margin + parts.cap_loss
     assert parts.point - total == pytest.approx(parts.certified, abs=1e-12)
     assert parts.monte_carlo_loss > 0.0
+    assert 0.0 < parts.range_margin < parts.sampling_margin
+    share = parts.diagonal_share
+    assert share is not None
+    assert 0.0 < share < 1.0
     # the share of repeated tuples costs as much per temperature as the diagonal of pairs does
-    assert diagonal_loss(e.design, parts) == pytest.approx(-e.design.temperature * math.log(0.9))
-    assert multi_diagnostics(e, 400).diagonal_share is None
+    assert diagonal_loss(e.design, parts) == pytest.approx(-e.design.temperature * math.log1p(-share))
 
 
 def test_the_gap_exponent() -> None:
