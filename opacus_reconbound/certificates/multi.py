@@ -63,6 +63,7 @@ _MERGED = 20_000  # tuples wanted at each level of a chain that only fits or pla
 _LEAST_MERGED = 50
 _PILOT_TRIALS = 400_000
 _IMITATED = 2_000  # tuples behind −s ln h
+_REFINE_DRAWS, _REFINE_MOST = 2_000_000, 30_000_000  # pairs drawn, and most trials at a level, to improve f with
 _ROWS = 12_000  # records whose pairs a chain for fitting or planning is made of
 # the Monte Carlo's random numbers are to be independent of all that f depends on, whatever the callers' seeds
 _FIT_PAIRS, _FIT_TRIALS, _PAIRS, _TRIALS, _REFINE_PAIRS, _REFINE_TRIALS = range(6)
@@ -478,7 +479,7 @@ def multi_estimates(
     for turn in range(turns):
         rows = torch.randperm(n, generator=torch.Generator().manual_seed(stream_seed(seed, n, turn)))[:_ROWS]
         drawn = sweep(
-            [2_000_000] * len(fs), _REFINE_PAIRS + 2 * turn, rows.sort().values, part(progress, 2 * turn, stages)
+            [_REFINE_DRAWS] * len(fs), _REFINE_PAIRS + 2 * turn, rows.sort().values, part(progress, 2 * turn, stages)
         )
         for index, (potential, (log_v2, pool)) in enumerate(zip(potentials, drawn, strict=True)):
             s, m = potential.scale, potential.replicas
@@ -489,7 +490,7 @@ def multi_estimates(
                 log_v2,
                 scale=s,
                 replicas=m,
-                most=30_000_000,
+                most=_REFINE_MOST,
                 seed=stream_seed(seed, _REFINE_TRIALS + 2 * turn, index),
                 repeats=True,
             )

@@ -60,10 +60,13 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def small_monte_carlo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two designs with many replicas, and a fit on the reference sample that is fast; the Monte Carlo is as it is."""
+    """Two designs with many replicas, with few trials that are fast."""
     monkeypatch.setattr(auto, "MULTI_GRID", ((0.6, 4), (0.4, 8)))
-    fit = functools.partial(multi.fit_multi_potentials, trials=10_000, centres=20, draws=100)
+    fit = functools.partial(multi.fit_multi_potentials, centres=20, most=30_000)
     monkeypatch.setattr(auto, "fit_multi_potentials", fit)
+    monkeypatch.setattr(auto, "multi_estimates", functools.partial(multi.multi_estimates, turns=1, most=200_000))
+    monkeypatch.setattr(multi, "_REFINE_DRAWS", 20_000)
+    monkeypatch.setattr(multi, "_REFINE_MOST", 30_000)
 
 
 def gaussians(rng: np.random.Generator, n: int, variances: Array) -> NDArray[np.float32]:
