@@ -89,7 +89,7 @@ class BatchSizes:
     and one on (2, 3), (4, 5), ..., multiply their wealth by (2/3)/p at equal sizes and by (1/3)/(1-p) at others. Each
     is a martingale under Poisson sampling, so the probability that either ever reaches ``1e12`` is below ``2e-12``
     (Ville's inequality); p is taken half as large again, for the number of records is known to the optimizer only
-    from its expected batch size.
+    from its expected batch size. Where batches are on average less than half of that, nothing is said.
     """
 
     LIMIT = math.log(1e12)
@@ -99,6 +99,7 @@ class BatchSizes:
         self._odd = False
         self._wealth = [0.0, 0.0]
         self._silent = False
+        self._records = self._batches = 0
 
     def observe(self, optim: Any, sample_rate: float) -> None:
         """Look at the size of the pending batch of ``optim``.
@@ -118,6 +119,8 @@ class BatchSizes:
         odds = _log_odds(sample_rate, int(expected / sample_rate))
         if odds is None:
             return
+        self._records += size
+        self._batches += 1
         before, self._last = self._last, size
         if before < 0:
             return
@@ -125,6 +128,9 @@ class BatchSizes:
         self._odd = not self._odd
         self._wealth[self._odd] += odds[0] if equal else odds[1]
         if max(self._wealth) > self.LIMIT:
+            if 2 * self._records < expected * self._batches:
+                self._silent = True
+                return
             raise AccountingError(
                 f"The sizes of the batches are equal far more often than those of Poisson samples are (the last one "
                 f"has {size} records; {sample_rate * int(expected / sample_rate):.4g} were expected), but the steps "

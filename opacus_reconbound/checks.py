@@ -811,7 +811,7 @@ class GuardedLoader:
         streams: dict[str, int] = {}
         for optimizer in optimizers:
             streams.update(getattr(optimizer.step_hook.permit, "streams", {}))
-        split = isinstance(loader.batch_sampler, BatchSplittingSampler)
+        split = isinstance(getattr(loader, "batch_sampler", None), BatchSplittingSampler)
         self._permit = _Permit(optimizers, split=split, by_passes=batches == "per_pass", streams=streams)
         for optimizer, hook in zip(optimizers, self._permit.hooks, strict=True):
             hook.permit = self._permit

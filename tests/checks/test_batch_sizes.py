@@ -80,3 +80,8 @@ def test_what_it_cannot_judge_it_leaves_alone() -> None:
     assert steps_until_noticed(same, records=20, rate=1.0) is None
     assert steps_until_noticed([0] * 200, records=100, rate=0.001) is None
     assert _log_odds(1e-4, 100) is None
+    sizes = np.random.default_rng(0).binomial(1000, 0.05, 5000)
+    optim, seen = optimizer(10_000.0), BatchSizes()  # a denominator of the user's own, far above the batches' mean
+    for size in sizes:
+        optim.param_groups[0]["params"][0].grad_sample = torch.empty(int(size))
+        seen.observe(optim, 0.05)

@@ -17,9 +17,10 @@ from opacus.data_loader import DPDataLoader
 from opacus.schedulers import LambdaGradClip
 from opacus.utils.adaptive_clipping.adaptive_clipping_utils import PrivacyEngineAdaptiveClipping
 from opacus.utils.batch_memory_manager import BatchMemoryManager
+from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_reconbound.checks import guard, inspect
+from opacus_reconbound.checks import guard, hooks_of, inspect, require_private_run
 from opacus_reconbound.errors import AccountingError
 from opacus_reconbound.leakage import step_charge, step_leakage
 from opacus_reconbound.leakage.gaussian import realised_sample_rate
@@ -253,6 +254,20 @@ def test_s5_a_clipping_norm_that_changes_inside_a_logical_batch() -> None:
             run.optimizer.step()
             run.optimizer.max_grad_norm *= 0.9
     assert len(run.engine.accountant) == 0
+
+
+# -- S8, S9: several processes that do not train together; shown in two_processes.py -----------------------------------
+
+
+def test_s8_s9_are_refused_where_lightning_counts_the_processes() -> None:
+    run = make_training("rdp+mi", batch=50)
+    found = hooks_of([run.optimizer])
+    require_private_run(run.loader, found, world_size=1)
+    with pytest.raises(AccountingError, match="each draws from all records"):
+        require_private_run(run.loader, found, world_size=2)
+    run.loader.batch_sampler.__class__ = DistributedUniformWithReplacementSampler
+    with pytest.raises(AccountingError, match="each process would release a model of its own"):
+        require_private_run(run.loader, found, world_size=2)
 
 
 # -- S10: batches that are no Poisson samples --------------------------------------------------------------------------
