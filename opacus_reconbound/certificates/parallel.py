@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import Lock
 from typing import TypeVar
 
@@ -35,14 +35,23 @@ def _single_tensor_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def shared_out(work: Callable[[Sequence[Item]], Result], items: Sequence[Item], device: torch.device) -> list[Result]:
+def shared_out(
+    work: Callable[[Sequence[Item]], Result], items: Sequence[Item], device: torch.device, *, steady: bool = False
+) -> list[Result]:
     """Deal the items to the workers in turn, and return what each worker made of its hand, in order.
 
     The dealing is fixed, so the same number of threads gives the same bits.
+
+    Args:
+        work: what to do with a hand.
+        items: what to deal.
+        device: where they are worked on.
+        steady: one tensor thread for a single worker too, so that an item's bits depend on no number of threads.
     """
     count = min(workers(device), len(items))
     if count <= 1:
-        return [work(items)]
+        with _single_tensor_thread() if steady else nullcontext():
+            return [work(items)]
     hands = [items[index::count] for index in range(count)]
     with _single_tensor_thread(), ThreadPoolExecutor(count) as pool:
         futures = [pool.submit(work, hand) for hand in hands]
