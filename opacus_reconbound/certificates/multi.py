@@ -40,7 +40,7 @@ from opacus_reconbound.certificates.diagnostics import DesignDiagnostics, gap_ex
 from opacus_reconbound.certificates.kernel import SUM_ERROR, cost_error, half_square_norms
 from opacus_reconbound.certificates.margins import empirical_bernstein, upper_tail
 from opacus_reconbound.certificates.parallel import Progress, part
-from opacus_reconbound.certificates.tuples import HEADS, PairJob, Pool, double, draw_pairs, stream_seed
+from opacus_reconbound.certificates.tuples import HEADS, PairJob, Pool, double, draw_pairs, stream_seed, tuple_means
 from opacus_reconbound.errors import InvalidValueError
 
 __all__ = [
@@ -62,9 +62,10 @@ _LARGEST_EXACT = 4_096
 _MERGED = 20_000  # tuples wanted at each level of a chain that only fits or plans
 _LEAST_MERGED = 50
 _PILOT_TRIALS = 400_000
+_MOST_TRIALS = 30_000_000  # for one of its doublings
 _IMITATED = 2_000  # tuples behind −s ln h
-_REFINE_DRAWS, _REFINE_MOST = 2_000_000, 30_000_000  # pairs drawn, and most trials at a level, to improve f with
-_ROWS = 12_000  # records whose pairs a chain for fitting or planning is made of
+_ROWS = 12_000  # records whose pairs a chain on the estimation sample is made of
+_REFINE_NUMBER = 2_000_000  # of these pairs
 # the Monte Carlo's random numbers are to be independent of all that f depends on, whatever the callers' seeds
 _FIT_PAIRS, _FIT_TRIALS, _PAIRS, _TRIALS, _REFINE_PAIRS, _REFINE_TRIALS = range(6)
 
@@ -166,7 +167,7 @@ def fit_multi_potentials(
     axes: torch.Tensor | None = None,
     centres: int = 300,
     step: float | None = None,
-    most: int = 30_000_000,
+    most: int = _MOST_TRIALS,
     progress: Progress | None = None,
 ) -> tuple[MultiPotential, ...]:
     """Fit f_0 and f for several (s, m) on the reference sample.
@@ -265,9 +266,11 @@ def _imitate(z: torch.Tensor, log_w: torch.Tensor, pool: Pool, rate: float) -> t
 
     The draws have the density F^{m−1} φ_{z_m} at the mean; dividing by F, the sum over z_m, leaves F^{m−1}.
     """
-    order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(len(pool)))  # pairs come tile by tile
-    chosen = pool.members[order[:_IMITATED]][:, :-1]
-    means = torch.stack([z[row].double().mean(dim=0) for row in chosen.long()]).float()
+    # pairs come tile by tile, the record in the earlier tile first: take any tuples, and leave any member out
+    generator = torch.Generator().manual_seed(len(pool))
+    members = pool.members[torch.randperm(len(pool), generator=generator)[:_IMITATED]]
+    shuffled = members.gather(1, torch.rand(members.shape, generator=generator).argsort(dim=1))
+    means = tuple_means(z, shuffled[:, :-1], torch.float64).float()
     log_f = log_sum_kernel(means, z, log_w - math.log(len(z)), rate)
     return means, -(log_f + math.log(len(means)))
 
@@ -446,7 +449,7 @@ def multi_estimates(
     they also serve to plan the numbers of pairs and trials of the Monte Carlo, whose random numbers are others.
 
     Args:
-        potentials: from ``fit_multi_potentials``.
+        potentials: from ``fit_multi_potentials``, complete.
         estimation: D_est, unit scale, float32 (n, d).
         sampling_level: α for the sampling of each design, both its events together.
         monte_carlo_level: α for the Monte Carlo of each design.
@@ -457,6 +460,11 @@ def multi_estimates(
         most: trials at one level.
         progress: told (done, in all), in hundredths.
     """
+    if not all(potential.complete for potential in potentials):
+        raise InvalidValueError(
+            "Found a potential on whose reference sample too few tuples merged. Certify only potentials that are "
+            "complete."
+        )
     n = len(estimation)
     heads = project(estimation, torch.eye(estimation.shape[1], HEADS).double() if axes is None else axes)
     stages = 2 * turns + 2 + len(potentials)
@@ -475,11 +483,15 @@ def multi_estimates(
         ]
         return draw_pairs(estimation, jobs, rows=rows, progress=report)
 
-    plans: list[tuple[int, tuple[int, ...]]] = [(1, ())] * len(fs)
+    def plan(potential: MultiPotential, log_v: Sequence[float]) -> tuple[int, tuple[int, ...]]:
+        level = monte_carlo_level / (2 * max(1, len(log_v) - 1))
+        return plan_trials(log_v, scale=potential.scale, replicas=potential.replicas, loss=loss, most=most, level=level)
+
+    plans = [plan(potential, potential.log_v) for potential in potentials]
     for turn in range(turns):
         rows = torch.randperm(n, generator=torch.Generator().manual_seed(stream_seed(seed, n, turn)))[:_ROWS]
         drawn = sweep(
-            [_REFINE_DRAWS] * len(fs), _REFINE_PAIRS + 2 * turn, rows.sort().values, part(progress, 2 * turn, stages)
+            [_REFINE_NUMBER] * len(fs), _REFINE_PAIRS + 2 * turn, rows.sort().values, part(progress, 2 * turn, stages)
         )
         for index, (potential, (log_v2, pool)) in enumerate(zip(potentials, drawn, strict=True)):
             s, m = potential.scale, potential.replicas
@@ -490,23 +502,16 @@ def multi_estimates(
                 log_v2,
                 scale=s,
                 replicas=m,
-                most=_REFINE_MOST,
+                most=_MOST_TRIALS,
                 seed=stream_seed(seed, _REFINE_TRIALS + 2 * turn, index),
                 repeats=True,
             )
-            if pool.size == m:
+            if log_v and pool.size == m:
                 means, shares = _imitate(estimation, fs[index] / s, pool, potential.centres.rate)
                 log_h = log_sum_kernel(estimation, means, shares, potential.centres.rate)
                 refined = (1.0 - potential.step) * fs[index] - potential.step * s * log_h - s / m * log_v[-1]
                 fs[index] = refined.clamp(max=s * (math.log(n) - 1.0))
-            plans[index] = plan_trials(
-                log_v if pool.size == m else potential.log_v,
-                scale=s,
-                replicas=m,
-                loss=loss,
-                most=most,
-                level=monte_carlo_level / (2 * max(1, len(potential.log_v) - 1)),
-            )
+                plans[index] = plan(potential, log_v)
             if progress is not None:
                 progress(100 * (2 * turn + 1) + 100 * (index + 1) // len(potentials), 100 * stages)
     drawn = sweep([pairs for pairs, _ in plans], _PAIRS, None, part(progress, 2 * turns, stages, width=2))

@@ -27,10 +27,10 @@ import torch
 
 from opacus_reconbound.certificates.compiled import trial_kernel
 from opacus_reconbound.certificates.kernel import KernelLadder, costs, half_square_norms, strict_float32
-from opacus_reconbound.certificates.parallel import Counter, Progress, in_order
+from opacus_reconbound.certificates.parallel import Counter, Progress, in_order, one_tensor_thread
 from opacus_reconbound.errors import DataError
 
-__all__ = ["HEADS", "PairJob", "Pool", "double", "draw_pairs", "stream_seed"]
+__all__ = ["HEADS", "PairJob", "Pool", "double", "draw_pairs", "random_stream", "stream_seed", "tuple_means"]
 
 HEADS = 48
 _NEAR = 8
@@ -40,7 +40,9 @@ _BLOCK = 64
 _PILOT = 256
 _MOST_PAIRS = 200_000_000
 # a distance, of the first coordinates or of all, is reduced by this before it may reject: in spite of float32 the
-# chance of acceptance is never below the exact one, and a larger kernel makes every norm larger
+# chance of acceptance is never below the exact one, and a larger kernel makes every norm larger. Only between means so
+# close that the rounding u of coordinates shows is it below, by less than 1e4 (r + 4)² u² max ‖z‖² · r/(2s); ``multi``
+# charges that
 _HEAD_SAFETY = 1.0 - 1e-4
 
 
@@ -105,7 +107,10 @@ def draw_pairs(
     ladder = KernelLadder.plan([job.scale for job in jobs])
     users = [[j for j, job in enumerate(jobs) if job.scale == scale] for scale in ladder.temperatures]
     weights = [job.weights.float() for job in jobs]
-    rates = [job.pairs / mass if (mass := _pilot_mass(z, half, job, repeats)) > 0.0 else 0.0 for job in jobs]
+
+    with strict_float32(), one_tensor_thread():
+        pilots = [_pilot_mass(z, half, job, repeats) for job in jobs]
+    rates = [job.pairs / mass if mass > 0.0 else 0.0 for job, mass in zip(jobs, pilots, strict=True)]
     chosen = torch.arange(n) if rows is None else rows
     starts = list(range(0, len(chosen), _TILE))
     tiles = [(a, b) for a in starts for b in range(a if rows is None else 0, n, _TILE)]
@@ -159,11 +164,10 @@ def _pilot_mass(z: torch.Tensor, half: torch.Tensor, job: PairJob, repeats: bool
     generator = torch.Generator().manual_seed(stream_seed(job.seed, n))
     some = torch.randperm(n, generator=generator)[:_PILOT]
     total = 0.0
-    with strict_float32():
-        for b in range(0, n, 4096):
-            kernel = torch.exp(costs(z[some], z[b : b + 4096], half[some], half[b : b + 4096]).double() / -job.scale)
-            kernel[some[:, None] == torch.arange(b, b + kernel.shape[1])[None, :]] = 0.0
-            total += float(job.weights[some] @ (kernel @ job.weights[b : b + 4096]))
+    for b in range(0, n, 4096):
+        kernel = torch.exp(costs(z[some], z[b : b + 4096], half[some], half[b : b + 4096]).double() / -job.scale)
+        kernel[some[:, None] == torch.arange(b, b + kernel.shape[1])[None, :]] = 0.0
+        total += float(job.weights[some] @ (kernel @ job.weights[b : b + 4096]))
     return total * n / len(some) + (float(job.weights.square().sum()) if repeats else 0.0)
 
 
@@ -182,22 +186,22 @@ def _draw_tile(
     sums = (table.sum(dim=1).view(-1, blocks) * w_rows[:, None]).double().view(-1)
     running = sums.cumsum(dim=0)
     mass = float(running[-1])
-    generator = torch.Generator().manual_seed(seed)
+    generator = random_stream(seed)
     expected = rate * mass
     if not expected < _MOST_PAIRS:
         raise DataError(
             f"A few records hold most of the sample's mass: about {expected:.3g} pairs would be drawn from one tile. "
             "Look for duplicates or extreme values among the estimation records."
         )
-    count = int(torch.poisson(torch.tensor(expected, dtype=torch.float64), generator=generator))
+    count = int(generator.poisson(expected))
     if count == 0:
         nothing = torch.empty(0, dtype=torch.int64)
         return mass, (nothing, nothing)
-    target = torch.rand(count, generator=generator, dtype=torch.float64).mul_(mass)
+    target = torch.from_numpy(generator.random(count)).mul_(mass)
     block = torch.searchsorted(running, target, right=True)
     block.clamp_(max=int((sums > 0.0).nonzero()[-1]))
     within = table[block].double().cumsum_(dim=1)
-    aim = torch.rand((count, 1), generator=generator, dtype=torch.float64).mul_(within[:, -1:])
+    aim = torch.from_numpy(generator.random((count, 1))).mul_(within[:, -1:])
     column = torch.searchsorted(within, aim, right=True)[:, 0].clamp_(max=_BLOCK - 1)
     row = torch.div(block, blocks, rounding_mode="floor")
     column += (block - row * blocks) * _BLOCK
@@ -213,6 +217,11 @@ def stream_seed(seed: int, *parts: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 31
     return state >> 1
+
+
+def random_stream(seed: int) -> np.random.Generator:
+    """Philox with this key: other seeds give other streams, where torch's generator keeps 32 bits of a seed."""
+    return np.random.Generator(np.random.Philox(key=seed))
 
 
 def double(
@@ -248,7 +257,7 @@ def double(
     if len(pool) == 0:
         return 0, Pool(pool.members.new_empty((0, 2 * r)))
     factor = _HEAD_SAFETY * r / (2.0 * scale)
-    table = heads if r == 2 else _means(heads, pool.members)
+    table = heads if r == 2 else tuple_means(heads, pool.members)
     first, second = table[:, :near].contiguous(), table[:, near:].contiguous()
     kernel = trial_kernel() if compiled else None
     counter = Counter(progress, trials)
@@ -283,9 +292,9 @@ def _plain_trials(
     seed: int,
 ) -> torch.Tensor:
     """Numbers of the tuples that merged, int64 (accepted, 2), in torch alone."""
-    generator = torch.Generator().manual_seed(seed)
-    pairs = _below(2 * count, len(members), generator).view(count, 2)
-    uniform = torch.rand(count, generator=generator, dtype=torch.float64)
+    generator = random_stream(seed)
+    pairs = torch.from_numpy(generator.integers(len(members), size=(count, 2)))
+    uniform = torch.from_numpy(generator.random(count))
     limit = uniform.neg_().log1p_().neg_() / factor  # an exponential variable, to the last bit
     partial = torch.zeros(count, dtype=torch.float64)
     for table in tables:
@@ -295,27 +304,21 @@ def _plain_trials(
     kept = []
     for start in range(0, len(pairs), 4096):
         some = pairs[start : start + 4096]
-        u, v = _means(z, members[some[:, 0]], torch.float64), _means(z, members[some[:, 1]], torch.float64)
+        u, v = tuple_means(z, members[some[:, 0]], torch.float64), tuple_means(z, members[some[:, 1]], torch.float64)
         kept.append(some[(u - v).square().sum(dim=1) <= limit[start : start + 4096]])
     return torch.cat(kept) if kept else pairs
 
 
 def _gap(table: torch.Tensor, members: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
     """Squared distances of tuple means in a table's coordinates: the records' for pairs, the means' otherwise."""
-    if members.shape[1] > 2:
+    if members.shape[1] != 2:
         return (table[pairs[:, 0]] - table[pairs[:, 1]]).square_().sum(dim=1).double()
     x, y = members[pairs[:, 0]].long(), members[pairs[:, 1]].long()
     gap = (table[x[:, 0]] + table[x[:, 1]]) - (table[y[:, 0]] + table[y[:, 1]])
     return gap.square_().sum(dim=1).double().mul_(0.25)
 
 
-def _below(count: int, number: int, generator: torch.Generator) -> torch.Tensor:
-    """Whole numbers below ``number``, all equally likely: ``torch.randint`` takes 32 bits modulo ``number``."""
-    uniform = torch.rand(count, generator=generator, dtype=torch.float64)
-    return uniform.mul_(number).long().clamp_(max=number - 1)
-
-
-def _means(z: torch.Tensor, members: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def tuple_means(z: torch.Tensor, members: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Means of tuples of rows, (N, d)."""
     result = z[members[:, 0].long()].to(dtype)
     for column in range(1, members.shape[1]):

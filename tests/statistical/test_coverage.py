@@ -65,8 +65,8 @@ def small_monte_carlo(monkeypatch: pytest.MonkeyPatch) -> None:
     fit = functools.partial(multi.fit_multi_potentials, centres=20, most=30_000)
     monkeypatch.setattr(auto, "fit_multi_potentials", fit)
     monkeypatch.setattr(auto, "multi_estimates", functools.partial(multi.multi_estimates, turns=1, most=200_000))
-    monkeypatch.setattr(multi, "_REFINE_DRAWS", 20_000)
-    monkeypatch.setattr(multi, "_REFINE_MOST", 30_000)
+    monkeypatch.setattr(multi, "_REFINE_NUMBER", 20_000)
+    monkeypatch.setattr(multi, "_MOST_TRIALS", 30_000)
 
 
 def gaussians(rng: np.random.Generator, n: int, variances: Array) -> NDArray[np.float32]:
