@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from opacus_reconbound.certificates.certificate import ReconstructionBound as ReconstructionBound
     from opacus_reconbound.certificates.certificate import SourceCertificate as SourceCertificate
     from opacus_reconbound.certificates.certify import certify as certify
+    from opacus_reconbound.checks import Finding as Finding
+    from opacus_reconbound.checks import guard as guard
+    from opacus_reconbound.checks import inspect as inspect
+    from opacus_reconbound.checks import keep_empty_batches as keep_empty_batches
     from opacus_reconbound.engine import Forecast as Forecast
     from opacus_reconbound.engine import calibrate_noise as calibrate_noise
     from opacus_reconbound.engine import forecast as forecast
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     from opacus_reconbound.representations.pixels import Pixels as Pixels
 
 _HOMES = {
+    "Finding": "checks",
     "Forecast": "engine",
     "Pixels": "representations.pixels",
     "ReconboundError": "errors",
@@ -36,11 +41,15 @@ _HOMES = {
     "calibrate_noise": "engine",
     "certify": "certificates.certify",
     "forecast": "engine",
+    "guard": "checks",
+    "inspect": "checks",
+    "keep_empty_batches": "checks",
     "make_private_with_rho": "engine",
     "step_leakage": "leakage.gaussian",
 }
 
 __all__ = [
+    "Finding",
     "Forecast",
     "Pixels",
     "ReconboundError",
@@ -51,6 +60,9 @@ __all__ = [
     "calibrate_noise",
     "certify",
     "forecast",
+    "guard",
+    "inspect",
+    "keep_empty_batches",
     "make_private_with_rho",
     "step_leakage",
 ]

@@ -12,13 +12,14 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from opacus.accountants import PRVAccountant, RDPAccountant, create_accountant, register_accountant
 from opacus.accountants.accountant import IAccountant
 
 from opacus_reconbound import _validate
+from opacus_reconbound._mechanism import ADAPTIVE, BatchSizes, effective_noise, is_adaptive, is_ghost
 from opacus_reconbound.errors import AccountingError, InvalidValueError, ReconstructionBudgetExceeded
 from opacus_reconbound.leakage import ExactSum, Schedule, step_charge, step_leakage
 from opacus_reconbound.leakage.gaussian import realised_sample_rates
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MutualInformationAccountant",
     "PRVMutualInformationAccountant",
+    "Permit",
     "RDPMutualInformationAccountant",
     "StepHook",
     "discard_pending_step",
@@ -137,29 +139,121 @@ class _Totals(NamedTuple):
     charged: ExactSum = ExactSum()
 
 
+class Permit(Protocol):
+    """What knows the loader, such as ``opacus_reconbound.guard``: it admits a step and says at which rate."""
+
+    def rate(self, optim: Any, sample_rate: float, noise_multiplier: float) -> float:
+        """The inclusion probability to charge the pending step of ``optim`` with, or an error."""
+        ...
+
+    def taken(self, optim: Any, noise_multiplier: float) -> None:
+        """The pending step has been charged."""
+        ...
+
+
 class StepHook:
     """What Opacus calls between noising the gradient and applying it: charge the step, or discard it.
 
     Attributes:
         accountant: is charged.
-        sample_rate: q of one batch; times the number of batches accumulated into the step.
+        sample_rate: q of one batch.
+        clipper: with ghost clipping, the first object that ``make_private`` returned, which keeps the clipping norm.
+            Where it is known (``watch_clipping``), the step is charged with the noise over *that* norm; else a norm
+            that changes is refused.
+        permit: what knows the loader, or None.
     """
 
     def __init__(self, accountant: MutualInformationAccountant, sample_rate: float) -> None:
         self.accountant = accountant
         self.sample_rate = sample_rate
+        self.clipper: Any = None
+        self.permit: Permit | None = None
+        self._sizes = BatchSizes()
+        self._norm: float | None = None
+        self._norms_seen: Any = None
 
     def __call__(self, optim: Any) -> None:
-        """Charge the pending step of ``optim``, a DPOptimizer. Where that fails, no gradient is left to apply."""
+        """Charge the pending step of ``optim``, a DPOptimizer. Where that fails, no gradient is left to apply.
+
+        Raises:
+            AccountingError: the step is not what is charged.
+            InvalidValueError: σ or q out of range; nothing is charged.
+            ReconstructionBudgetExceeded: the step would go beyond ``budget_bits``; nothing is charged.
+        """
         try:
-            q = self.sample_rate * optim.accumulated_iterations
-            self.accountant.step(noise_multiplier=optim.noise_multiplier, sample_rate=q)
+            self._require_fixed_clipping(optim)
+            sigma = self.noise_multiplier(optim)
+            permit = self.permit
+            if permit is None:
+                q = self.sample_rate
+                if optim.accumulated_iterations > 1:
+                    raise _accumulated(optim)
+            else:
+                q = permit.rate(optim, self.sample_rate, sigma)
+            self.accountant.step(noise_multiplier=sigma, sample_rate=q)
+            if permit is None:
+                self._sizes.observe(optim, self.sample_rate)
+            else:
+                permit.taken(optim, sigma)
         except BaseException:
             discard_pending_step(optim)
             raise
 
+    def noise_multiplier(self, optim: Any) -> float:
+        """σ that a step of ``optim`` is charged with: its noise over the norm that it really clips to."""
+        return effective_noise(optim, self.clipper)
+
+    def watch_clipping(self, clipper: Any) -> None:
+        """Charge from now on by the norm of ghost clipping, and require that it clips.
+
+        Args:
+            clipper: the first object that ``make_private`` returned.
+        """
+        self.clipper = clipper
+        self._norms_seen = clipper._per_sample_gradient_norms
+
+    def require_clipped(self) -> None:
+        """Refuse gradients that ghost clipping has not clipped since this was last called; a plain loss leaves them so.
+
+        Raises:
+            AccountingError: they were not clipped.
+        """
+        norms = self.clipper._per_sample_gradient_norms
+        if norms is None or norms is self._norms_seen:
+            raise AccountingError(
+                "The gradients of this step were not clipped: the loss was not computed by the criterion that "
+                "make_private returned, which clips them with grad_sample_mode='ghost'. Use that criterion."
+            )
+        self._norms_seen = norms
+
+    def _require_fixed_clipping(self, optim: Any) -> None:
+        if is_adaptive(optim):
+            raise AccountingError(f"{type(optim).__name__} {ADAPTIVE} Use clipping='flat' or 'per_layer'.")
+        if not is_ghost(optim):
+            return
+        if self.clipper is not None:
+            self.require_clipped()
+            return
+        if self._norm is None:
+            self._norm = optim.max_grad_norm
+        elif optim.max_grad_norm != self._norm:
+            raise AccountingError(
+                f"The optimizer's max_grad_norm went from {self._norm:g} to {optim.max_grad_norm:g}, which scales its "
+                "noise, but ghost clipping goes on at the module's own norm. Use no GradClipScheduler with ghost "
+                "clipping; or let opacus_reconbound.guard(engine, model, optimizer, loader) charge what runs."
+            )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> StepHook:
         return self  # a copied optimizer charges the same accountant, as it does with Opacus's closures
+
+
+def _accumulated(optim: Any) -> AccountingError:
+    return AccountingError(
+        f"{optim.accumulated_iterations} batches were accumulated into one step. A record can be in several of them, "
+        "and then moves the sum by more than the clipping norm, or in just one, and then no sampling amplifies. Use "
+        "one batch a step, of the size that you want (BatchMemoryManager splits it); or charge fixed batches by "
+        "passes: opacus_reconbound.guard(..., batches='per_pass')."
+    )
 
 
 def discard_pending_step(optim: Any) -> None:

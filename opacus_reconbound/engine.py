@@ -9,6 +9,7 @@ from typing import Any
 from opacus import PrivacyEngine
 
 from opacus_reconbound import _validate
+from opacus_reconbound._mechanism import is_ghost
 from opacus_reconbound.accountants import MutualInformationAccountant, require_certificate
 from opacus_reconbound.certificates.certificate import SourceCertificate
 from opacus_reconbound.errors import AccountingError, CalibrationError, InvalidValueError
@@ -241,6 +242,8 @@ def make_private_with_rho(
             f"The private loader has {len(made[-1])} steps in an epoch where {steps_per_epoch} were calibrated for. "
             "Please report this, with the version of Opacus."
         )
+    if is_ghost(made[1]):
+        made[1].step_hook.watch_clipping(made[0])
     accountant.budget_bits = budget
     return made
 

@@ -31,7 +31,8 @@ def project() -> dict[str, Any]:
         (
             "opacus_reconbound",
             "Pixels ReconboundError ReconstructionBound ReconstructionBudgetExceeded Schedule SourceCertificate "
-            "calibrate_noise certify make_private_with_rho step_leakage forecast Forecast",
+            "calibrate_noise certify make_private_with_rho step_leakage forecast Forecast Finding guard "
+            "inspect keep_empty_batches",
         ),
         ("opacus_reconbound.certificates.designs", "BlockDesign ReplicaDesign"),
         ("opacus_reconbound.lightning", "ReconstructionBoundCallback private_optimizer"),
@@ -84,7 +85,7 @@ assert not [name for name in heavy if name in set(sys.modules) - before]
     run = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     ours = {name.split(".")[1] for name in run.stdout.split() if name.startswith("opacus_reconbound.")}
-    assert ours == {"_validate", "accountants", "errors", "leakage", "units"}
+    assert ours == {"_mechanism", "_validate", "accountants", "errors", "leakage", "units"}
 
 
 def test_the_command_line_shows_its_help_without_the_slow_parts() -> None:

@@ -17,9 +17,10 @@ import numpy as np
 from tqdm import tqdm
 
 from opacus_reconbound import _validate
-from opacus_reconbound._lightning.wiring import hooks_of, poisson_rate, remove_grad_sample_hooks, require_private_run
+from opacus_reconbound._lightning.wiring import remove_grad_sample_hooks
 from opacus_reconbound.accountants import MutualInformationAccountant, StepHook, discard_pending_step
 from opacus_reconbound.certificates.certificate import ReconstructionBound, SourceCertificate
+from opacus_reconbound.checks import hooks_of, poisson_rate, ranks_in_step, require_private_run
 from opacus_reconbound.engine import Forecast, forecast
 from opacus_reconbound.errors import AccountingError, InvalidValueError
 
@@ -177,7 +178,7 @@ class ReconstructionBoundMixin:
                 "them. Use precision='bf16-mixed' or '32-true'."
             )
         loader = trainer.train_dataloader
-        require_private_run(loader, self._found, world_size=trainer.world_size)
+        require_private_run(loader, self._found, world_size=trainer.world_size, ends_at_length=True)
         if self._restored is not None:
             accountant.load_state_dict(self._restored["accountant"])
             self._restored = None
@@ -186,6 +187,7 @@ class ReconstructionBoundMixin:
             accountant.budget_bits = min(limit for limit in limits if limit is not None)
         if self.delta is None:
             self.delta = min(0.5, float(max(2, len(loader.dataset))) ** -1.1)
+        ranks_in_step(loader, self._found)
         self._audited_steps = len(accountant)
         self._logged_steps = -1
         self._audits = [
@@ -206,7 +208,7 @@ class ReconstructionBoundMixin:
         self.forecast = forecast(
             self.certificate,
             sample_rate=hook.sample_rate,
-            noise_multiplier=float(optimizer.noise_multiplier),
+            noise_multiplier=hook.noise_multiplier(optimizer),
             steps=None if math.isinf(planned) else max(int(planned), len(self.accountant)),
             min_rho=self.min_rho,
             steps_taken=len(self.accountant),
@@ -227,7 +229,8 @@ class ReconstructionBoundMixin:
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """A loader may have been exchanged or changed since the last batch: it still has to be what is charged."""
-        require_private_run(trainer.train_dataloader, self._found, world_size=trainer.world_size)
+        loader = trainer.train_dataloader
+        require_private_run(loader, self._found, world_size=trainer.world_size, ends_at_length=True)
         self._updates_of_batch = 0
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -285,7 +288,7 @@ class ReconstructionBoundMixin:
     def _steps_left(self, optimizer: Any, hook: StepHook) -> float:
         assert self.accountant is not None  # noqa: S101 - set in on_train_start
         left = self.accountant.steps_left(
-            noise_multiplier=float(optimizer.noise_multiplier), sample_rate=hook.sample_rate
+            noise_multiplier=hook.noise_multiplier(optimizer), sample_rate=hook.sample_rate
         )
         return math.inf if left is None else left
 
@@ -295,7 +298,7 @@ class ReconstructionBoundMixin:
             return False
         return any(
             self.accountant.would_exceed(
-                noise_multiplier=float(optimizer.noise_multiplier), sample_rate=hook.sample_rate
+                noise_multiplier=hook.noise_multiplier(optimizer), sample_rate=hook.sample_rate
             )
             for optimizer, hook in self._found
         )
