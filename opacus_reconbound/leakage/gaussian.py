@@ -33,7 +33,14 @@ from numpy.typing import ArrayLike, NDArray
 from opacus_reconbound.errors import InvalidValueError
 from opacus_reconbound.units import nats_to_bits
 
-__all__ = ["realised_sample_rate", "realised_sample_rates", "step_charge", "step_charges", "step_kl_nats", "step_leakage"]
+__all__ = [
+    "realised_sample_rate",
+    "realised_sample_rates",
+    "step_charge",
+    "step_charges",
+    "step_kl_nats",
+    "step_leakage",
+]
 
 Floats = NDArray[np.float64]
 
