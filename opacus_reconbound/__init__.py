@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import opacus_reconbound.accountants  # noqa: F401 - registers "rdp+mi" and "prv+mi"
 
 if TYPE_CHECKING:
+    from opacus_reconbound._fingerprint import fingerprint as fingerprint
     from opacus_reconbound.certificates.certificate import ReconstructionBound as ReconstructionBound
     from opacus_reconbound.certificates.certificate import SourceCertificate as SourceCertificate
     from opacus_reconbound.certificates.certify import certify as certify
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
     from opacus_reconbound.errors import ReconboundError as ReconboundError
     from opacus_reconbound.errors import ReconstructionBudgetExceeded as ReconstructionBudgetExceeded
     from opacus_reconbound.leakage.gaussian import step_leakage as step_leakage
+    from opacus_reconbound.leakage.ledger import Ledger as Ledger
     from opacus_reconbound.leakage.schedule import Schedule as Schedule
     from opacus_reconbound.representations.pixels import Pixels as Pixels
 
 _HOMES = {
     "Finding": "checks",
     "Forecast": "engine",
+    "Ledger": "leakage.ledger",
     "Pixels": "representations.pixels",
     "ReconboundError": "errors",
     "ReconstructionBound": "certificates.certificate",
@@ -40,6 +43,7 @@ _HOMES = {
     "SourceCertificate": "certificates.certificate",
     "calibrate_noise": "engine",
     "certify": "certificates.certify",
+    "fingerprint": "_fingerprint",
     "forecast": "engine",
     "guard": "checks",
     "inspect": "checks",
@@ -51,6 +55,7 @@ _HOMES = {
 __all__ = [
     "Finding",
     "Forecast",
+    "Ledger",
     "Pixels",
     "ReconboundError",
     "ReconstructionBound",
@@ -59,6 +64,7 @@ __all__ = [
     "SourceCertificate",
     "calibrate_noise",
     "certify",
+    "fingerprint",
     "forecast",
     "guard",
     "inspect",

@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterable, Mapping
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import numpy as np
+import torch
 from opacus.accountants import PRVAccountant, RDPAccountant, create_accountant, register_accountant
 from opacus.accountants.accountant import IAccountant
 
 from opacus_reconbound import _validate
 from opacus_reconbound._mechanism import ADAPTIVE, BatchSizes, effective_noise, is_adaptive, is_ghost
-from opacus_reconbound.errors import AccountingError, InvalidValueError, ReconstructionBudgetExceeded
-from opacus_reconbound.leakage import ExactSum, Schedule, step_charge, step_leakage
-from opacus_reconbound.leakage.gaussian import realised_sample_rates
+from opacus_reconbound.errors import AccountingError, InvalidValueError, LedgerError, ReconstructionBudgetExceeded
+from opacus_reconbound.leakage import ExactSum, Schedule, step_charge, step_charges
 
 if TYPE_CHECKING:
     from opacus_reconbound.certificates.certificate import ReconstructionBound, SourceCertificate
+    from opacus_reconbound.leakage.ledger import Ledger, LedgerSession
 
 __all__ = [
     "MutualInformationAccountant",
@@ -38,8 +38,7 @@ __all__ = [
 
 Entry = tuple[float, float, int]
 
-_STATE_VERSION = 1
-_BATCH = 32  # from here on one vectorised evaluation is cheaper than cached single ones
+_STATE_VERSION = 2  # 1: without a ledger
 _LEAST_NOISE, _MOST_NOISE = 1e-3, 1e4  # Opacus computes ε between these
 _CHARGING = Lock()
 _MANY = 2**53  # steps; as good as unlimited
@@ -91,14 +90,34 @@ def _entries(history: Iterable[Any], start: int = 0) -> list[Entry]:
     return [_entry(index, entry) for index, entry in enumerate(history, start)]
 
 
-def _charges(entries: list[Entry]) -> Iterable[tuple[float, float]]:
-    """Bits of one step of each entry, recorded and charged; the same numbers alone and in an array."""
-    if len(entries) < _BATCH:
-        return (step_charge(q, sigma) for sigma, q, _ in entries)
-    sigmas, rates = np.array([entry[:2] for entry in entries]).T
-    recorded = np.asarray(step_leakage(rates, sigmas))
-    charged = np.maximum(recorded, step_leakage(realised_sample_rates(rates), sigmas))
-    return zip(recorded.tolist(), charged.tolist(), strict=True)
+def _memory(value: Any, expected: str) -> dict[str, Any]:
+    """What a state says about its ledger, checked."""
+    kinds = {"id": str, "run": str, "lines": int, "chain": str}
+    if not isinstance(value, Mapping) or any(type(value.get(key)) is not kind for key, kind in kinds.items()):
+        raise InvalidValueError(f"{expected}'ledger': {value!r}, which names no ledger.")
+    return {key: value[key] for key in kinds}
+
+
+def _require_remembered(ledger: Ledger, memory: Mapping[str, Any]) -> None:
+    if ledger.id != memory["id"]:
+        raise LedgerError(
+            f"The state was charged to another ledger than {ledger.path}. Use that one: this one does not hold what "
+            "the run revealed so far."
+        )
+    if not ledger.continues(memory["lines"], memory["chain"]):
+        raise LedgerError(
+            f"The ledger {ledger.path} is older than the state, or was changed: it lacks lines that were written "
+            "before the state was saved. Restore the file as it was last written."
+        )
+
+
+def _require_one_process() -> None:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise AccountingError(
+            "Several processes train together; each would charge the same steps to the ledger. Put the whole run on it "
+            "before it starts, ledger.add([(noise_multiplier, sample_rate, steps)], run=...), and train without it."
+        )
 
 
 class _History(list[Entry]):
@@ -270,11 +289,15 @@ def discard_pending_step(optim: Any) -> None:
 class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
     """Adds the leakage to an Opacus accountant; a mixin, to be listed before that accountant.
 
-    Leakage is in bits and bounds I(record; trajectory | all other records). Bounds and budgets use ``charged_bits``.
-    Reading changes nothing. ``len()`` is the number of steps.
+    Leakage is in bits and bounds I(record; trajectory | all other records). Bounds and budgets use ``charged_bits``,
+    which with a ledger is the total of all runs on it. Reading changes nothing. ``len()`` is the number of steps of
+    this history.
     """
 
     def __init__(self) -> None:
+        self._session: LedgerSession | None = None
+        self._on_ledger: tuple[int, Counter[tuple[float, float]]] = (-1, Counter())  # version of the history, its steps
+        self._remembered: dict[str, Any] | None = None  # the ledger that a loaded state was charged to
         self._history = _History((), 0)
         self._totals = _Totals(0)
         self._budget_bits: float | None = None
@@ -323,7 +346,11 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
                 if last_sigma == sigma and last_q == q:
                     merges, steps = True, before + 1
             totals = None
-            if self._budget_bits is not None:
+            if self._session is not None:
+                self._charge_ledger(self._session, sigma, q)
+            elif self._remembered is not None:
+                raise self._ledger_is_missing()
+            elif self._budget_bits is not None:
                 totals = self._affordable(sigma, q, self._budget_bits)
                 totals = totals._replace(runs=len(history) + (not merges), last=steps)
             # One change of the list, so that a reader in another thread never misses an entry; the version stays.
@@ -343,17 +370,111 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
         charged.add(charged_bits)
         after = charged.value
         if after > budget:
-            floor = "" if self._floor is None else f" (the floor ρ* >= {self._floor:g})"
-            raise ReconstructionBudgetExceeded(
-                f"Leakage so far: {before:.6g} bits in {steps} step{'s' * (steps != 1)}. One more at "
-                f"noise_multiplier={sigma:.6g}, sample_rate={q:.6g} would make it {after:.6g} bits, above the budget "
-                f"of {budget:.6g} bits{floor}. It was not charged, its gradient is discarded and the parameters are "
-                "unchanged. Stop training here, or raise budget_bits and give up the floor it stands for.",
-                leakage_bits=before,
-                next_bits=after,
-                budget_bits=budget,
-            )
+            raise self._exceeded(sigma, q, before, after, budget, f"{steps} step{'s' * (steps != 1)}")
         return _Totals(version, runs, last, steps + 1, recorded, charged)
+
+    def _exceeded(
+        self, sigma: float, q: float, before: float, after: float, budget: float, source: str
+    ) -> ReconstructionBudgetExceeded:
+        floor = "" if self._floor is None else f" (the floor ρ* >= {self._floor:g})"
+        return ReconstructionBudgetExceeded(
+            f"Leakage so far: {before:.6g} bits in {source}. One more at noise_multiplier={sigma:.6g}, "
+            f"sample_rate={q:.6g} would make it {after:.6g} bits, above the budget of {budget:.6g} bits{floor}. It was "
+            "not charged, its gradient is discarded and the parameters are unchanged. Stop training here, or raise "
+            "budget_bits and give up the floor it stands for.",
+            leakage_bits=before,
+            next_bits=after,
+            budget_bits=budget,
+        )
+
+    # -- the ledger -------------------------------------------------------------------------------------------------
+
+    def use_ledger(self, ledger: Ledger, *, run: str, reserve_steps: int = 256) -> None:
+        """Charge every step to a ledger too: ``charged_bits``, bounds and budgets then hold for all runs on it.
+
+        Steps of the history that are not on the ledger yet are added to it. A state that was saved while a ledger was
+        in use remembers it, so a run that resumes is not charged twice for what it did before.
+
+        Args:
+            ledger: of the training set.
+            run: a name for this run; a restart keeps it.
+            reserve_steps: how many steps are reserved by one write; the most that a killed process leaves over-counted.
+
+        Raises:
+            LedgerError: the state that was loaded was charged to another ledger, or to a newer copy of this one.
+            AccountingError: another ledger is in use, or several processes train together.
+        """
+        session = ledger.session(run, reserve_steps=reserve_steps)
+        if self._session is not None:
+            if self._session.ledger.id != ledger.id:
+                raise AccountingError(
+                    f"The accountant is charged to the ledger {self._session.ledger.path} already. Give every training "
+                    "set one ledger, and every run a fresh accountant."
+                )
+            self._session.settle()
+        _require_one_process()
+        if self._remembered is not None:
+            _require_remembered(ledger, self._remembered)
+        elif self._session is None:
+            session.add(_entries(self._history))
+        self._session, self._remembered = session, None
+        self._on_ledger = self._history.version, _counts(self._history)
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The ledger in use, or None."""
+        return None if self._session is None else self._session.ledger
+
+    def settle(self) -> None:
+        """Give back to the ledger, where one is in use, what is reserved on it; at the end of a run."""
+        if self._session is not None:
+            self._reconcile(self._session)
+            self._session.settle()
+
+    def _charge_ledger(self, session: LedgerSession, sigma: float, q: float) -> None:
+        """One more step on the ledger, or an error."""
+        _require_one_process()
+        self._reconcile(session)
+        if session.charge(sigma, q, budget_bits=self._budget_bits):
+            self._on_ledger[1][sigma, q] += 1
+            return
+        total, budget = session.total, self.budget_bits
+        raise self._exceeded(
+            sigma,
+            q,
+            total.value,
+            total.after(step_charge(q, sigma)[1]),
+            math.inf if budget is None else budget,
+            f"all runs on the ledger {session.ledger.path}",
+        )
+
+    def _reconcile(self, session: LedgerSession) -> None:
+        """Charge what was put into the history from outside."""
+        if self._on_ledger[0] != self._history.version:
+            version = self._history.version
+            self._on_ledger = version, self._charge_missing(session, _entries(self._history))
+
+    def _charge_missing(self, session: LedgerSession, entries: list[Entry]) -> Counter[tuple[float, float]]:
+        """Put on the ledger what these entries hold beyond what was charged; their steps."""
+        counts, known = _counts(entries), self._on_ledger[1]
+        missing = [(sigma, q, n - known[sigma, q]) for (sigma, q), n in counts.items() if n > known[sigma, q]]
+        if missing:
+            session.add(missing)
+        return counts
+
+    def _total(self) -> ExactSum:
+        """What budgets and bounds are about: everything on the ledger, or this history."""
+        if self._session is None:
+            return self._read().charged
+        self._reconcile(self._session)
+        return self._session.total
+
+    def _ledger_is_missing(self) -> AccountingError:
+        memory = self._remembered or {}
+        return AccountingError(
+            f"The state that was loaded was charged to a ledger, as run {memory.get('run')!r}. Go on with "
+            "accountant.use_ledger(ledger, run=...), or the ledger would not hold the steps from here on."
+        )
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> StepHook:
         """The hook that ``PrivacyEngine`` attaches to a DPOptimizer; ``sample_rate`` is q of one batch."""
@@ -397,7 +518,8 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
         sigma, q, steps = entries[0]
         entries[0] = (sigma, q, steps - totals.last)
         recorded, charged = totals.recorded.copy(), totals.charged.copy()
-        for (_, _, steps), (bits, charged_bits) in zip(entries, _charges(entries), strict=True):
+        charges = step_charges([q for _, q, _ in entries], [sigma for sigma, _, _ in entries])
+        for (_, _, steps), (bits, charged_bits) in zip(entries, charges, strict=True):
             recorded.add(bits, steps)
             charged.add(charged_bits, steps)
         steps = totals.steps + sum(steps for _, _, steps in entries)
@@ -411,12 +533,15 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
 
     @property
     def charged_bits(self) -> float:
-        """γ in bits at the sample rate that Opacus's float32 sampler realises; what bounds and budgets use."""
-        return self._read().charged.value
+        """γ in bits at the sample rate that Opacus's float32 sampler realises; what bounds and budgets use.
+
+        With a ledger: the total of all runs on it, with what other processes have reserved.
+        """
+        return self._total().value
 
     @property
     def sampling_excess_bits(self) -> float:
-        """What the sampler's 24-bit grid adds, in bits: ``charged_bits - leakage_bits``."""
+        """What the sampler's 24-bit grid adds to ``leakage_bits``, in bits."""
         totals = self._read()
         recorded, charged = totals.recorded.value, totals.charged.value
         return 0.0 if recorded == charged else charged - recorded
@@ -427,8 +552,13 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
 
     @property
     def budget_bits(self) -> float | None:
-        """The most ``charged_bits`` may become, in bits; None for no limit. It is in no history and no state."""
-        return self._budget_bits
+        """The most ``charged_bits`` may become, in bits; None for no limit. It is in no history and no state.
+
+        With a ledger that has a budget: the stricter of the two.
+        """
+        ledgers = None if self._session is None else self._session.ledger.budget_bits
+        limits = [limit for limit in (self._budget_bits, ledgers) if limit is not None]
+        return min(limits, default=None)
 
     @budget_bits.setter
     def budget_bits(self, bits: float | None) -> None:
@@ -443,7 +573,7 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
     def leakage_after(self, *, noise_multiplier: float, sample_rate: float, steps: int = 1) -> float:
         """``charged_bits`` after ``steps`` more steps at (q, σ); charges nothing."""
         sigma, q = _pair(noise_multiplier, sample_rate)
-        return self._read().charged.after(step_charge(q, sigma)[1], _validate.integer("steps", steps))
+        return self._total().after(step_charge(q, sigma)[1], _validate.integer("steps", steps))
 
     def would_exceed(
         self, budget_bits: float | None = None, *, noise_multiplier: float, sample_rate: float, steps: int = 1
@@ -453,13 +583,13 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
         The budget is by default the accountant's own; False where there is none.
         """
         after = self.leakage_after(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps)
-        budget = self._budget_bits if budget_bits is None else _validate.non_negative("budget_bits", budget_bits)
+        budget = self.budget_bits if budget_bits is None else _validate.non_negative("budget_bits", budget_bits)
         return budget is not None and after > budget
 
     def steps_left(self, *, noise_multiplier: float, sample_rate: float) -> int | None:
         """The most further steps at (q, σ) within ``budget_bits``; None for no budget or more than 2**53 steps."""
         sigma, q = _pair(noise_multiplier, sample_rate)
-        budget, charged, bits = self._budget_bits, self._read().charged, step_charge(q, sigma)[1]
+        budget, charged, bits = self.budget_bits, self._total(), step_charge(q, sigma)[1]
         if budget is None or charged.after(bits, _MANY) <= budget:
             return None
         within, beyond = 0, _MANY
@@ -469,9 +599,20 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
         return within
 
     def state_dict(self, destination: Any = None) -> Any:
-        """Opacus's two keys and ours, in plain lists, tuples and numbers, filled into ``destination`` if given."""
+        """Opacus's two keys and ours, in plain lists, tuples and numbers, filled into ``destination`` if given.
+
+        With a ledger, the steps so far are settled on it first, and the state remembers it.
+        """
+        ours: dict[str, Any] = {"version": 1}
+        if self._session is not None:
+            self.settle()
+            lines, chain = self._session.ledger.position()
+            memory = {"id": self._session.ledger.id, "run": self._session.run, "lines": lines, "chain": chain}
+            ours = {"version": _STATE_VERSION, "ledger": memory}
+        elif self._remembered is not None:
+            ours = {"version": _STATE_VERSION, "ledger": dict(self._remembered)}
         state = self.to_opacus_state_dict(destination)
-        state.update(mechanism=self.mechanism(), reconbound={"version": _STATE_VERSION})
+        state.update(mechanism=self.mechanism(), reconbound=ours)
         return state
 
     def to_opacus_state_dict(self, destination: Any = None) -> Any:
@@ -491,22 +632,32 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
         Raises:
             InvalidValueError: not such a state; the accountant is unchanged.
             AccountingError: less leakage than is charged here; the accountant is unchanged.
+            LedgerError: the state was charged to another ledger than the one in use, or to a newer copy of it.
         """
-        entries = self._entries_of(state_dict)
+        entries, memory = self._content_of(state_dict)
+        if self._session is not None and memory is not None:
+            _require_remembered(self._session.ledger, memory)
         if len(self) > 0 and not allow_smaller:
             forgotten = _counts(self._history)
             forgotten.subtract(_counts(entries))
             if any(steps > 0 for steps in forgotten.values()):
-                loaded, bits = Schedule.from_history(entries).charged_bits, self.charged_bits
+                loaded, bits = Schedule.from_history(entries).charged_bits, self._read().charged.value
                 raise AccountingError(
                     f"The state holds {loaded:.6g} bits of leakage, this accountant {bits:.6g} bits from {len(self)} "
                     "steps that are not all in the state: loading would forget steps that were taken. Load it into a "
                     "fresh accountant or PrivacyEngine, or pass allow_smaller=True if nothing that came of those "
                     "steps was ever seen."
                 )
+        if self._session is None:
+            self.history, self._remembered = entries, memory
+            return
+        self._reconcile(self._session)
+        counts = _counts(entries) if memory is not None else self._charge_missing(self._session, entries)
         self.history = entries
+        self._on_ledger = self._history.version, counts
 
-    def _entries_of(self, state: Any) -> list[Entry]:
+    def _content_of(self, state: Any) -> tuple[list[Entry], dict[str, Any] | None]:
+        """The history of a state, and the ledger that it remembers."""
         own, inner = self.mechanism(), super().mechanism()
         expected = f"Expected the state of an accountant {own!r} or {inner!r}, as its state_dict() returns it. Found "
         if not isinstance(state, Mapping):
@@ -522,7 +673,9 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
                 raise InvalidValueError(
                     f"Expected a state of version {_STATE_VERSION} at most. Found {version}. Update opacus-reconbound."
                 )
-        return _entries(history)
+            if isinstance(ours, Mapping) and "ledger" in ours:
+                return _entries(history), _memory(ours["ledger"], expected)
+        return _entries(history), None
 
 
 class RDPMutualInformationAccountant(MutualInformationAccountant, RDPAccountant):  # type: ignore[misc]

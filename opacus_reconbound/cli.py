@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -434,6 +435,66 @@ def plan(
         typer.echo(f"Wrote {plot}.")
 
 
+@app.command(short_help="What all runs on the same records reveal together.")
+def ledger(
+    path: Annotated[Path, typer.Argument(metavar="LEDGER", help="A file that accountants were charged to.")],
+    certificate: Annotated[
+        Path | None, typer.Option(metavar="CERT", show_default=False, help="Show ρ* of the total by this certificate.")
+    ] = None,
+    min_rho: Annotated[float | None, _FLOOR] = None,
+    as_json: AsJson = False,
+) -> None:
+    """All runs on a ledger, and their total. With --min-rho, exit code 1 where the total does not keep the floor.
+
+    \b
+    Example:
+      reconbound ledger digits.jsonl --certificate mnist.json --min-rho 0.7
+    """  # noqa: D301 - \b keeps the lines of the example
+    from opacus_reconbound.leakage.ledger import Ledger
+
+    if min_rho is not None and certificate is None:
+        raise InvalidValueError("--min-rho needs --certificate CERT.")
+    floor = None if min_rho is None else _checked_floor(min_rho)
+    source = None if certificate is None else _load(certificate)
+    book = Ledger(path)
+    runs, total, reserved, budget = book.runs, book.total_bits, book.reserved_bits, book.budget_bits
+    found = None if source is None else source.bound(total)
+    met = floor is None or found is None or found.rho >= floor
+    if as_json:
+        listed = [
+            {
+                "run": run.run,
+                "sessions": run.sessions,
+                "steps": run.schedule.steps,
+                "charged_bits": run.charged_bits,
+                "reserved_bits": run.reserved_bits,
+                "last_change": run.last_change,
+            }
+            for run in runs
+        ]
+        content = {"fingerprint": book.fingerprint, "runs": listed, "budget_bits": budget, "reserved_bits": reserved}
+        result = content | ({"leakage_bits": total} if found is None else _bound_as_dict(found))
+        _print_json(result | ({} if floor is None else {"min_rho": floor, "met": met}))
+    else:
+        typer.echo(f"Records {book.fingerprint[:32]}: {len(runs)} run{'s' * (len(runs) != 1)}.")
+        _print_table(
+            [("run", "sessions", "steps", "bits", "of these reserved")]
+            + [
+                (r.run, str(r.sessions), f"{r.schedule.steps:,}", _up(r.charged_bits), _up(r.reserved_bits))
+                for r in runs
+            ]
+            + [("total", "", f"{sum(r.schedule.steps for r in runs):,}", _up(total), _up(reserved))]
+        )
+        if budget is not None:
+            typer.echo(f"All runs together may charge {_up(budget)} bits.")
+        if found is not None:
+            typer.echo(found.explain())
+        if floor is not None and found is not None:
+            typer.echo(f"The floor of {floor:g} is {'met' if met else 'NOT met'}: ρ* = {_down3(found.rho)}.")
+    if not met:
+        raise typer.Exit(1)
+
+
 @app.command(short_help="Train on real digits until the floor is reached.")
 def demo(
     output: Annotated[
@@ -591,6 +652,14 @@ def _bound_as_dict(found: ReconstructionBound) -> dict[str, Any]:
         "representation": found.representation,
         "design": None if found.design is None else vars(found.design),
     }
+
+
+def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    """Rows of cells, the first column to the left and the others to the right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))]
+        typer.echo("  ".join(cells).rstrip())
 
 
 def _print_json(value: Any) -> None:

@@ -11,6 +11,7 @@ __all__ = [
     "FloorUnreachableError",
     "CalibrationError",
     "AccountingError",
+    "LedgerError",
     "ReconstructionBudgetExceeded",
 ]
 
@@ -45,6 +46,10 @@ class CalibrationError(ReconboundError, ValueError):
 
 class AccountingError(ReconboundError, RuntimeError):
     """What runs is not what is accounted; the leakage figure would be wrong."""
+
+
+class LedgerError(ReconboundError, RuntimeError):
+    """A ledger file is missing, damaged, too new, of other records, or not the one that a checkpoint remembers."""
 
 
 class ReconstructionBudgetExceeded(ReconboundError, RuntimeError):  # noqa: N818 - a public name others rely on

@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from opacus_reconbound import Pixels, Schedule, SourceCertificate, calibrate_noise, certify, forecast
+from opacus_reconbound import Ledger, Pixels, Schedule, SourceCertificate, calibrate_noise, certify, forecast
 from opacus_reconbound.accountants import RDPMutualInformationAccountant
 from opacus_reconbound.certificates import BlockDesign, ReplicaDesign
 from opacus_reconbound.certificates.scale import TraceScale
@@ -30,7 +30,7 @@ from opacus_reconbound.cli import main
 MODULE = importlib.import_module("opacus_reconbound.certificates.certify")  # the package has a function of that name
 ROOT = Path(__file__).resolve().parent.parent
 DIGITS = load_digits().images.astype(np.uint8)[np.random.default_rng(0).permutation(1797)][:700]
-COMMANDS = ("certify", "inspect", "bound", "calibrate", "plan", "demo")
+COMMANDS = ("certify", "inspect", "bound", "calibrate", "plan", "ledger", "demo")
 
 CERTIFICATE = SourceCertificate(
     designs=(
@@ -634,3 +634,23 @@ def test_a_reader_that_has_seen_enough() -> None:
     assert child.stderr.read() == ""
     child.stderr.close()
     assert child.wait(timeout=60) == 141
+
+
+def test_ledger_lists_runs_and_judges_their_total(run: Runner, tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    book = Ledger(path, fingerprint="digits")
+    book.add([(1.0, 0.01, 1000)], run="first")
+    book.add([(0.9, 0.01, 500)], run="second")
+    total = Schedule.from_history([(1.0, 0.01, 1000), (0.9, 0.01, 500)]).charged_bits
+    shown = run(f"ledger {path} --certificate c.json --min-rho 0.5").out
+    assert "first" in shown
+    assert re.search(r"total +1,500 +0\.\d+ +0\.000", shown)
+    assert "floor of 0.5 is met" in shown
+    found = run(f"ledger {path} --certificate c.json --json").json
+    assert found["leakage_bits"] == total
+    assert found["rho_star"] == CERTIFICATE.bound(total).rho
+    assert [entry["steps"] for entry in found["runs"]] == [1000, 500]
+    above = CERTIFICATE.bound(total * 0.9).rho
+    assert "NOT met" in run(f"ledger {path} --certificate c.json --min-rho {above!r}", 1).out
+    assert "needs --certificate" in run(f"ledger {path} --min-rho 0.5", 2).err
+    assert "There is no ledger" in run(f"ledger {tmp_path / 'none'}", 2).err

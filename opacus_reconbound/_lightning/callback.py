@@ -8,6 +8,7 @@ is audited: an update that was not charged exactly once is refused.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import warnings
@@ -22,7 +23,8 @@ from opacus_reconbound.accountants import MutualInformationAccountant, StepHook,
 from opacus_reconbound.certificates.certificate import ReconstructionBound, SourceCertificate
 from opacus_reconbound.checks import hooks_of, poisson_rate, ranks_in_step, require_private_run
 from opacus_reconbound.engine import Forecast, forecast
-from opacus_reconbound.errors import AccountingError, InvalidValueError
+from opacus_reconbound.errors import AccountingError, InvalidValueError, LedgerError
+from opacus_reconbound.leakage.ledger import Ledger
 
 __all__ = ["ReconstructionBoundMixin"]
 
@@ -51,6 +53,8 @@ class ReconstructionBoundMixin:
         delta: δ of the logged ε; by default N^-1.1 for N training records, as in the paper.
         epsilon_every_n_steps: how often ε is computed (it is slower than ρ*).
         verbose: print the forecast and the outcome.
+        ledger: of the training set, or its path. The floor, the bound and the steps left then hold for all runs on it.
+        run: the name of this run on the ledger; a restart keeps it.
 
     Logged metrics:
         ``reconstruction/rho_star``: ρ* so far, rounded down.
@@ -81,7 +85,11 @@ class ReconstructionBoundMixin:
         delta: float | None = None,
         epsilon_every_n_steps: int = 50,
         verbose: bool = True,
+        ledger: Ledger | str | os.PathLike[str] | None = None,
+        run: str | None = None,
     ) -> None:
+        if (ledger is None) != (run is None):
+            raise InvalidValueError("ledger and run go together: the ledger of the training set, and a name on it.")
         if not isinstance(certificate, SourceCertificate):
             certificate = SourceCertificate.load(certificate)
         self.certificate = certificate
@@ -90,6 +98,8 @@ class ReconstructionBoundMixin:
         self.delta = None if delta is None else _validate.fraction("delta", delta)
         self.epsilon_every_n_steps = _validate.integer("epsilon_every_n_steps", epsilon_every_n_steps, minimum=1)
         self.verbose = verbose
+        self.ledger = ledger if ledger is None or isinstance(ledger, Ledger) else Ledger(ledger)
+        self.run = run
         self.accountant: MutualInformationAccountant | None = None
         self.forecast: Forecast | None = None
         self.stopping_reason: str | None = None
@@ -179,6 +189,8 @@ class ReconstructionBoundMixin:
             )
         loader = trainer.train_dataloader
         require_private_run(loader, self._found, world_size=trainer.world_size, ends_at_length=True)
+        if self.ledger is not None and self.run is not None:
+            accountant.use_ledger(self.ledger, run=self.run)
         if self._restored is not None:
             accountant.load_state_dict(self._restored["accountant"])
             self._restored = None
@@ -356,6 +368,9 @@ class ReconstructionBoundMixin:
         for optimizer, _ in self._found:
             remove_grad_sample_hooks(optimizer)
         self._found = []
+        if self.accountant is not None:
+            with contextlib.suppress(LedgerError):  # what is not given back is counted as taken
+                self.accountant.settle()
 
     def _say(self, trainer: Any, text: str) -> None:
         if self.verbose and trainer.is_global_zero:

@@ -51,6 +51,11 @@ class ExactSum:
         result.add(value, count)
         return result.value
 
+    def include(self, other: ExactSum) -> None:
+        """Add another sum, exactly."""
+        self._units += other._units
+        self._infinite = self._infinite or other._infinite
+
     def copy(self) -> ExactSum:
         """An independent copy."""
         result = ExactSum()

@@ -157,7 +157,8 @@ def test_a_smaller_history_needs_a_word(name: str) -> None:
         (lambda state: {key: state[key] for key in ("history", "mechanism")}, "'reconbound': None"),
         (lambda state: {**state, "reconbound": {"version": 0}}, "names no version"),
         (lambda state: {**state, "reconbound": {"version": "1"}}, "names no version"),
-        (lambda state: {**state, "reconbound": {"version": 2}}, "version 1 at most. Found 2. Update opacus-reconbound"),
+        (lambda state: {**state, "reconbound": {"version": 2, "ledger": {"id": 1}}}, "which names no ledger"),
+        (lambda state: {**state, "reconbound": {"version": 3}}, "version 2 at most. Found 3. Update opacus-reconbound"),
     ],
 )
 def test_anything_else_is_refused_and_changes_nothing(name: str, change: Any, message: str) -> None:

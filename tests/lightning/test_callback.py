@@ -16,8 +16,14 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from opacus_reconbound.certificates import ReplicaDesign, SourceCertificate
 from opacus_reconbound.certificates.scale import TraceScale
 from opacus_reconbound.certificates.split import SampleSummary
-from opacus_reconbound.errors import AccountingError, FloorUnreachableError, ReconstructionBudgetExceeded
+from opacus_reconbound.errors import (
+    AccountingError,
+    FloorUnreachableError,
+    InvalidValueError,
+    ReconstructionBudgetExceeded,
+)
 from opacus_reconbound.leakage import Schedule, step_charge
+from opacus_reconbound.leakage.ledger import Ledger
 from opacus_reconbound.representations import Pixels
 
 RATE, NOISE, STEPS_PER_EPOCH = 0.125, 1.0, 8
@@ -576,3 +582,34 @@ def test_a_full_batch_counts_as_one_only_where_each_record_enters_once(
     else:
         trainer.fit(model)
         assert model.engine.accountant.history == [(20.0, 1.0, 3)]
+
+
+def test_the_floor_holds_for_all_runs_on_a_ledger(space: Any, tmp_path: Any, certificate: SourceCertificate) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl", fingerprint="records")
+    ledger.add([(NOISE, RATE, 10)], run="an earlier trial")
+    floor = floor_after(certificate, 16.5)
+    callback, module = space.callback(certificate, floor, ledger=ledger, run="b"), space.module()
+    space.trainer(tmp_path, callback).fit(module)
+    assert module.updates == 6
+    assert callback.stopping_reason is not None
+    assert callback.bound.leakage_bits == ledger.total_bits == pytest.approx(16 * BITS)
+    again, module = space.callback(certificate, floor, ledger=ledger.path, run="c"), space.module()
+    space.trainer(tmp_path, again).fit(module)
+    assert module.updates == 0
+    with pytest.raises(InvalidValueError, match="ledger and run go together"):
+        space.callback(certificate, ledger=ledger)
+
+
+def test_a_resumed_trainer_is_not_charged_twice(space: Any, tmp_path: Any, certificate: SourceCertificate) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl", fingerprint="records")
+    trainer = space.trainer(tmp_path, space.callback(certificate, ledger=ledger, run="a"), max_epochs=1)
+    trainer.fit(space.module())
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    resumed = space.callback(certificate, ledger=Ledger(ledger.path), run="a")
+    trainer = space.trainer(tmp_path, resumed, max_epochs=2)
+    trainer.fit(space.module(), ckpt_path=tmp_path / "one.ckpt", weights_only=True)
+    assert len(resumed.accountant) == ledger.schedule.steps == 2 * STEPS_PER_EPOCH
+    assert ledger.total_bits == pytest.approx(2 * STEPS_PER_EPOCH * BITS)
+    without = space.trainer(tmp_path, space.callback(certificate), max_epochs=3)
+    with pytest.raises(AccountingError, match="use_ledger"):
+        without.fit(space.module(), ckpt_path=tmp_path / "one.ckpt", weights_only=True)
