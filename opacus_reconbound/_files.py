@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from opacus_reconbound.errors import DataError, InvalidValueError
 
-__all__ = ["check_writable", "gather", "open_records", "open_source", "refuse_repeats", "split_key"]
+__all__ = ["check_writable", "open_records", "open_source", "refuse_repeats", "split_key"]
 
 _IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm"}
 
@@ -30,17 +30,6 @@ def open_records(sources: Sequence[str]) -> list[NDArray[np.generic]]:
                 f"{first.shape[1:]} and type {first.dtype}. Sources are concatenated, so they must agree."
             )
     return arrays
-
-
-def gather(arrays: Sequence[NDArray[np.generic]], indices: NDArray[np.intp]) -> NDArray[np.generic]:
-    """The records at these positions of the concatenation, read from the files they lie in; indices ascending."""
-    result = np.empty((len(indices), *arrays[0].shape[1:]), dtype=arrays[0].dtype)
-    start = 0
-    for array in arrays:
-        inside = (indices >= start) & (indices < start + len(array))
-        result[inside] = array[indices[inside] - start]
-        start += len(array)
-    return result
 
 
 def open_source(source: str) -> NDArray[np.generic]:

@@ -174,6 +174,9 @@ def certify(
     The records must be held out: drawn from the same source as the training records, and not trained on. The more
     of them, the tighter the certificate; below a few thousand it promises little.
 
+    Kinds of designs that are finished are kept in CERT.partial until the certificate is written: after an
+    interruption the same command goes on from there.
+
     \b
     Examples:
       reconbound certify mnist.npz:x_train mnist.npz:x_test -o mnist.json
@@ -183,8 +186,9 @@ def certify(
     import numpy as np
 
     from opacus_reconbound import _validate
-    from opacus_reconbound._files import check_writable, gather, open_records, refuse_repeats, split_key
+    from opacus_reconbound._files import check_writable, open_records, refuse_repeats, split_key
     from opacus_reconbound.certificates.certify import certify as make
+    from opacus_reconbound.certificates.records import SelectedRecords
     from opacus_reconbound.certificates.split import split_indices
     from opacus_reconbound.representations import Pixels
 
@@ -230,31 +234,36 @@ def certify(
                 f"{total}. Choose smaller numbers."
             )
         parts = split_indices(total, [first, second], seed=seed)
-        samples = (gather(arrays, parts[0]), gather(arrays, parts[1]))
+        samples = (SelectedRecords(arrays, parts[0]), SelectedRecords(arrays, parts[1]))
     else:
         if n_reference is not None or n_estimation is not None:
             raise InvalidValueError("--n-reference and --n-estimation split DATA; given samples are taken as they are.")
         left, right = open_records(reference or []), open_records(estimation or [])
-        samples = (
-            left[0] if len(left) == 1 else np.concatenate(left),
-            right[0] if len(right) == 1 else np.concatenate(right),
-        )
+        samples = (SelectedRecords(left), SelectedRecords(right))
     if low_high is None and samples[0].dtype != np.uint8:
         raise DataError(
             f"The records are of type {samples[0].dtype}, not 8-bit. Say which values an entry can take, as in "
             "--value-range 0 1."
         )
-    certificate = make(
-        *samples,
-        representation=Pixels(low_high or (0.0, 255.0)),
-        designs=designs,
-        alpha=alpha,
-        seed=seed,
-        normaliser=declared,
-        allow_repeats=allow_repeats,
-        device=device,
-    )
-    certificate.save(output)
+    partial = output.with_name(f"{output.name}.partial")
+    try:
+        certificate = make(
+            *samples,
+            representation=Pixels(low_high or (0.0, 255.0)),
+            designs=designs,
+            alpha=alpha,
+            seed=seed,
+            normaliser=declared,
+            allow_repeats=allow_repeats,
+            device=device,
+            checkpoint=partial,
+        )
+        certificate.save(output)
+    except KeyboardInterrupt:
+        if partial.exists():
+            typer.echo(f"What is finished is kept in {partial}: the same command goes on from there.", err=True)
+        raise
+    partial.unlink(missing_ok=True)
     _show(certificate, as_json, f"Wrote {output}.")
 
 

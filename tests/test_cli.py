@@ -401,7 +401,7 @@ def test_plan_of_a_huge_number_of_steps(run: Runner) -> None:
         ("float.npy", "float64, not 8-bit.*--value-range 0 1"),
         ("nan.npy --value-range 0 1", r"\[\d+\] holds NaN"),
         ("inf.npy --value-range 0 1", r"\[\d+\] holds NaN or infinite"),
-        ("constant.npy", "share"),
+        ("constant.npy", "all alike"),
         ("constant.npy --allow-repeats", "all alike"),
         ("d.npy wide.npy", r"wide.npy holds records of shape \(9, 9\)"),
         ("d.npy float.npy", "float.npy holds .* type float64"),

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from PIL import Image
 
-from opacus_reconbound._files import check_writable, gather, open_records, open_source, refuse_repeats, split_key
+from opacus_reconbound._files import check_writable, open_records, open_source, refuse_repeats, split_key
+from opacus_reconbound.certificates.records import SelectedRecords
 from opacus_reconbound.errors import DataError, InvalidValueError
 
 RECORDS = np.arange(60, dtype=np.uint8).reshape(10, 2, 3)
@@ -30,6 +32,11 @@ class Harmful:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (str(self.mark),)
+
+
+def gather(arrays: list[NDArray[Any]], indices: NDArray[np.intp]) -> NDArray[Any]:
+    chunks = list(SelectedRecords(arrays, indices).chunks(3))
+    return np.concatenate(chunks) if chunks else np.empty((0, *arrays[0].shape[1:]), arrays[0].dtype)
 
 
 # ---- arrays ----------------------------------------------------------------------------------------------------------

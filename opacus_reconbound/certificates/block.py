@@ -20,8 +20,9 @@ import torch
 from opacus_reconbound import _validate
 from opacus_reconbound.certificates import margins as _margins
 from opacus_reconbound.certificates.designs import BlockDesign
+from opacus_reconbound.certificates.devices import rows_at_once, to_float64
 from opacus_reconbound.certificates.mixture import CHUNK, information_density
-from opacus_reconbound.certificates.parallel import Counter, shared_out
+from opacus_reconbound.certificates.parallel import Counter, one_tensor_thread, shared_out
 from opacus_reconbound.certificates.rotation import Rotation
 from opacus_reconbound.errors import DataError, InvalidValueError
 from opacus_reconbound.units import nats_to_bits
@@ -37,7 +38,6 @@ DRAWS = 8000
 """Default number of independent Monte Carlo draws for a pair."""
 
 _CLIP = 9.0  # L: the information density is clipped from below at −L nats
-_SLICE_ELEMENTS = 2**22  # numbers of one slice of the records while they are rotated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ def block_estimates(
         draws = _validate.integer("draws", draws, minimum=2 if margins == "bernstein" else 1)
     _check_records(reference, estimation)
     place = torch.device(device) if device is not None else estimation.device
-    with torch.no_grad():
+    with torch.no_grad(), one_tensor_thread():
         rotation = Rotation.fit(reference.to(place), seed=seed)
         grid = _check_pairs(pairs, rotation.order)
         coordinates = _rotated(rotation, estimation, place)
@@ -205,8 +205,7 @@ class _Work:
         self._coordinates = coordinates  # (M, n): the rows of a block are contiguous
         self._order, self._n = coordinates.shape
         self._level, self._seed, self._chunk, self._counter = level, seed, chunk, counter
-        squares = coordinates.norm(dim=1, dtype=torch.float64).square()
-        self._mean_square = float(squares.sum()) / self._n
+        self._mean_square = math.fsum(float(to_float64(row).square().sum()) for row in coordinates) / self._n
 
     def bernstein(self, k: int, dithers: dict[int, float], draws: int) -> dict[int, BlockEstimate]:
         """All pairs of one block size: each block is prepared once and meets the draws of all its dithers."""
@@ -268,7 +267,7 @@ class _Work:
         def measure(hand: Sequence[int]) -> None:
             for b in hand:
                 centres, stream = self._centres(b, k), self._stream(i, b)
-                mean_square = float(centres.norm(dim=1, dtype=torch.float64).square().mean())
+                mean_square = float(to_float64(centres).square().sum(1).mean())
                 constant[b] = _margins.monte_carlo_constant(k, nu2, mean_square)
                 for _ in range(draws):
                     noise = torch.randn(self._n, k, generator=stream, dtype=torch.float64)
@@ -341,10 +340,14 @@ def _rotated(rotation: Rotation, records: torch.Tensor, device: torch.device) ->
     """U z_i as columns, shape (M, n), on the device; a slice of the records at a time."""
     dtype = torch.float64 if records.dtype == torch.float64 else torch.float32
     out = torch.empty(rotation.order, len(records), dtype=dtype, device=device)
-    rows = max(1, _SLICE_ELEMENTS // rotation.order)
-    for start in range(0, len(records), rows):
-        part = records[start : start + rows].to(device=device, dtype=dtype)
-        out[:, start : start + rows] = rotation.apply(part).T
+    rows = rows_at_once(rotation.order)
+
+    def rotate(starts: Sequence[int]) -> None:
+        for start in starts:
+            part = records[start : start + rows].to(device=device, dtype=dtype)
+            out[:, start : start + rows] = rotation.apply(part).T
+
+    shared_out(rotate, range(0, len(records), rows), device)
     return out
 
 
@@ -368,7 +371,8 @@ def _check_records(reference: torch.Tensor, estimation: torch.Tensor) -> None:
                 f"Expected {name} records as a floating-point matrix (n, m). "
                 f"Found {records.dtype} of shape {tuple(records.shape)}."
             )
-        if not bool(torch.isfinite(records).all()):
+        rows = rows_at_once(records.shape[1])
+        if not all(bool(torch.isfinite(records[i : i + rows]).all()) for i in range(0, len(records), rows)):
             raise DataError(f"Expected finite {name} records. Found NaN or infinity; remove those records.")
     if reference.shape[1] != estimation.shape[1]:
         raise DataError(

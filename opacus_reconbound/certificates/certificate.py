@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -19,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from opacus_reconbound import _validate
+from opacus_reconbound import _atomic, _validate
 from opacus_reconbound.certificates.designs import BlockDesign, Design, ReplicaDesign
 from opacus_reconbound.certificates.scale import TraceScale
 from opacus_reconbound.certificates.split import SampleSummary
@@ -267,20 +266,7 @@ class SourceCertificate:
         target = Path(path)
         text = self.to_json()
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    file.write(text + "\n")
-                    file.flush()
-                    os.fsync(file.fileno())
-                umask = os.umask(0)
-                os.umask(umask)
-                os.chmod(name, 0o666 & ~umask)
-                os.replace(name, target)
-            except BaseException:
-                Path(name).unlink(missing_ok=True)
-                raise
+            _atomic.write_text(target, text + "\n")
         except OSError as error:
             raise CertificateError(
                 f"The certificate could not be written to {target}: {error}. Choose a folder that can be written to."

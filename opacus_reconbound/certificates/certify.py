@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from opacus_reconbound import _validate
 from opacus_reconbound.certificates.auto import choose_kinds, multi_designs
 from opacus_reconbound.certificates.block import block_designs, default_pairs
 from opacus_reconbound.certificates.certificate import SourceCertificate
+from opacus_reconbound.certificates.checkpoint import Checkpoint, differences, pack_designs, unpack_designs
 from opacus_reconbound.certificates.designs import Design
-from opacus_reconbound.certificates.parallel import Progress
+from opacus_reconbound.certificates.devices import rows_at_once, to_float64
+from opacus_reconbound.certificates.parallel import Progress, one_tensor_thread
+from opacus_reconbound.certificates.ranks import Ranks, shared_among
+from opacus_reconbound.certificates.records import RecordSource, as_source
 from opacus_reconbound.certificates.replica import DEFAULT_TEMPERATURES, replica_designs
 from opacus_reconbound.certificates.rotation import hadamard_order
 from opacus_reconbound.certificates.scale import TraceScale, trace_point, trace_upper
@@ -36,7 +46,7 @@ ASSUMPTIONS = (
 )
 _LEAST_REFERENCE = 32
 _LEAST_ESTIMATION = 100
-_CHUNK = 1024
+_CHUNK = 1024  # raw records at a time, at most
 
 Designs = Literal["fast", "auto", "replica", "multi", "block", "all"]
 _KINDS: dict[str, tuple[str, ...]] = {
@@ -50,8 +60,8 @@ _KINDS: dict[str, tuple[str, ...]] = {
 
 
 def certify(
-    reference: Any,
-    estimation: Any,
+    reference: NDArray[Any] | torch.Tensor | Dataset[Any] | RecordSource | Sequence[Any],
+    estimation: NDArray[Any] | torch.Tensor | Dataset[Any] | RecordSource | Sequence[Any],
     *,
     representation: Representation | None = None,
     designs: Designs | Sequence[str] = "fast",
@@ -66,6 +76,8 @@ def certify(
     allow_repeats: bool = False,
     device: str | torch.device = "cpu",
     progress: bool = True,
+    checkpoint: str | os.PathLike[str] | None = None,
+    distributed: bool = True,
 ) -> SourceCertificate:
     """Certify how uncertain the records of a source are, from two disjoint samples of it.
 
@@ -74,7 +86,9 @@ def certify(
     every leakage at once.
 
     Args:
-        reference: D_perp, records (n', ...): an array, a memory-mapped array or a tensor.
+        reference: D_perp, records (n', ...): an array, a memory-mapped array, a tensor, or a map-style data set whose
+            items are records (tensors, arrays, 8-bit images) or tuples that begin with one. Read once, in order, a
+            chunk at a time.
         estimation: D_est, records (n, ...), i.i.d. from the same source and disjoint from ``reference``. The more the
             tighter.
         representation: Ψ; ``Pixels()`` (8-bit raw values) unless given.
@@ -93,8 +107,15 @@ def certify(
         allow_repeats: accept equal records in both samples, as independent draws of a source that repeats values.
         device: where to compute.
         progress: show progress bars (only on a terminal).
+        checkpoint: a file for the kinds of designs that are finished. The same call with the same file goes on from
+            there, and gives the same certificate to the last bit. It stays when the certificate is done; delete it
+            then.
+        distributed: where ``torch.distributed`` is initialised, share the work of the replica designs among the ranks
+            of the default group; every rank then has to make this call with the same records, and returns the same
+            certificate. False: this process works alone.
 
     Raises:
+        CertificateError: ``checkpoint`` belongs to another certificate, is damaged or cannot be written.
         InvalidValueError: an option is out of range.
         DataError: the records are empty, too few, not finite, constant, of the wrong shape or range.
         OverlapError: the two samples share records.
@@ -107,30 +128,33 @@ def certify(
     ladder = tuple(_validate.positive("temperatures", value) for value in temperatures)
     if "replica" in kinds and (not ladder or len(set(ladder)) != len(ladder)):
         raise InvalidValueError(f"Expected distinct temperatures. Found {list(temperatures)!r}.")
+    declared = None if isinstance(normaliser, str) else _validate.positive("normaliser", normaliser)
     psi = Pixels() if representation is None else representation
-    raw_reference = _records("reference", reference, _LEAST_REFERENCE)
-    raw_estimation = _records("estimation", estimation, _LEAST_ESTIMATION)
-    if raw_reference.shape[1:] != raw_estimation.shape[1:]:
-        raise DataError(
-            f"The two samples have records of different shapes: reference {raw_reference.shape[1:]}, estimation "
-            f"{raw_estimation.shape[1:]}."
-        )
-    if raw_reference.dtype != raw_estimation.dtype:
-        raise DataError(
-            f"The two samples have different types: reference {raw_reference.dtype}, estimation "
-            f"{raw_estimation.dtype}. Store both in the same type, so that shared records can be recognised."
-        )
-    reference_digests, estimation_digests = record_digests(raw_reference), record_digests(raw_estimation)
-    if not allow_repeats:
-        refuse_overlap(reference_digests, estimation_digests)
-
-    z_reference = _represent("reference", raw_reference, psi, device)
-    z_estimation = _represent("estimation", raw_estimation, psi, device)
-    descriptor = psi.describe(tuple(raw_reference.shape[1:]))
-    centre, scale = trace_point(z_reference)
-    upper, pair_count = trace_upper(
-        z_reference, level=trace_level, squared_diameter=descriptor.squared_diameter, seed=seed
+    sources = (
+        as_source("reference", reference, _LEAST_REFERENCE),
+        as_source("estimation", estimation, _LEAST_ESTIMATION),
     )
+    if sources[0].record_shape != sources[1].record_shape:
+        raise DataError(
+            f"The two samples have records of different shapes: reference {sources[0].record_shape}, estimation "
+            f"{sources[1].record_shape}."
+        )
+    if sources[0].dtype != sources[1].dtype:
+        raise DataError(
+            f"The two samples have different types: reference {sources[0].dtype}, estimation "
+            f"{sources[1].dtype}. Store both in the same type, so that shared records can be recognised."
+        )
+    ranks = Ranks.of_default_group() if distributed else Ranks()
+    show = progress and ranks.rank == 0
+    place = torch.device(device)
+    descriptor = psi.describe(sources[0].record_shape)
+    with _bar("reference records", show) as report:
+        perp = _read("reference", sources[0], psi, place, report)
+    with one_tensor_thread():
+        centre, scale = trace_point(perp.vectors)
+        upper, pair_count = trace_upper(
+            perp.vectors, level=trace_level, squared_diameter=descriptor.squared_diameter, seed=seed
+        )
     trace = TraceScale(
         scale=scale,
         upper=upper,
@@ -138,51 +162,87 @@ def certify(
         pairs=pair_count,
         squared_diameter=descriptor.squared_diameter,
         normaliser=normaliser if isinstance(normaliser, str) else "declared",
-        declared=None if isinstance(normaliser, str) else _validate.positive("normaliser", normaliser),
+        declared=declared,
     )
-    for z in (z_reference, z_estimation):
-        _normalise(z, centre, scale)
+    z_reference = perp.vectors if len(perp.vectors) <= max_reference else perp.vectors[:max_reference].clone()
+    perp.vectors = z_reference  # the others are not needed any more
+    _normalise(z_reference, centre, scale)
+    with _bar("estimation records", show) as report:
+        est = _read("estimation", sources[1], psi, place, report, then=lambda z: _normalise(z, centre, scale))
+    z_estimation = est.vectors
+    if not allow_repeats:
+        refuse_overlap(perp.digests, est.digests)
 
-    z_reference = z_reference[:max_reference]
     grid = tuple(pairs) if pairs is not None else default_pairs(hadamard_order(descriptor.dimension))
+    key: dict[str, Any] = {
+        "reference records": perp.fingerprint,
+        "estimation records": est.fingerprint,
+        "representation": descriptor.digest,
+        "designs": list(kinds),
+        "alpha": alpha,
+        "seed": seed,
+        "max_reference": max_reference,
+        "temperatures": list(ladder),
+        "pairs": [[k, nu2] for k, nu2 in grid],
+        "margins": margins,
+        "device": place.type,
+        "library version": library_version(),
+        "torch version": torch.__version__,
+    }
+    others = {"normaliser": normaliser, "trace_level": trace_level, "allow_repeats": allow_repeats}
+    _refuse_other_ranks(ranks, key | others, trace, z_reference, z_estimation)
+    finished = Checkpoint(None if checkpoint is None else Path(checkpoint), key, ranks)
     settings: dict[str, Any] = {"max_reference": max_reference}
     if kinds == ("auto",):
-        with _bar("pilot on the reference sample", progress) as report:
-            kinds = choose_kinds(z_reference, len(z_estimation), grid=grid, level=alpha, seed=seed, progress=report)
+        chosen = finished.get("chosen")
+        if chosen is None:
+            with _bar("pilot on the reference sample", show) as report:
+                picked = choose_kinds(
+                    z_reference, len(z_estimation), grid=grid, level=alpha, seed=seed, progress=report
+                )
+            chosen = finished.put("chosen", list(picked))
+        kinds = tuple(chosen)
         settings["chosen"] = list(kinds)
     shares = _shares(kinds, alpha)
-    found: list[Design] = []
-    for kind in kinds:
-        with _bar(f"{kind} designs", progress) as report:
-            if kind == "replica":
-                settings["temperatures"] = list(ladder)
-                found += replica_designs(
+
+    def compute(kind: str, report: Progress) -> tuple[Sequence[Design], dict[str, Any]]:
+        if kind == "replica":
+            with shared_among(ranks):
+                replicas = replica_designs(
                     z_reference, z_estimation, level=shares[kind], temperatures=ladder, progress=report
                 )
-            elif kind == "multi":
-                plan, designs_found = multi_designs(
-                    z_reference,
-                    z_estimation,
-                    sampling_level=shares["multi"],
-                    monte_carlo_level=shares["multi_monte_carlo"],
-                    seed=seed,
-                    progress=report,
-                )
-                settings["multi"] = [[s, m, list(trials)] for s, m, trials in plan]
-                found += designs_found
-            else:
-                settings["pairs"] = [[k, nu2] for k, nu2 in grid]
-                settings["margins"] = margins
-                found += block_designs(
-                    z_reference,
-                    z_estimation,
-                    pairs=grid,
-                    level=shares[kind],
-                    margins=margins,
-                    seed=seed,
-                    device=device,
-                    progress=report,
-                )
+            return replicas, {"temperatures": list(ladder)}
+        if kind == "multi":
+            plan, many = multi_designs(
+                z_reference,
+                z_estimation,
+                sampling_level=shares["multi"],
+                monte_carlo_level=shares["multi_monte_carlo"],
+                seed=seed,
+                progress=report,
+            )
+            return many, {"multi": [[s, m, list(trials)] for s, m, trials in plan]}
+        blocks = block_designs(
+            z_reference,
+            z_estimation,
+            pairs=grid,
+            level=shares[kind],
+            margins=margins,
+            seed=seed,
+            device=place,
+            progress=report,
+        )
+        return blocks, {"pairs": key["pairs"], "margins": margins}
+
+    found: list[Design] = []
+    for kind in kinds:
+        packed = finished.get(kind)
+        if packed is None:
+            with _bar(f"{kind} designs", show) as report:
+                packed = finished.put(kind, pack_designs(*compute(kind, report)))
+        some, notes = unpack_designs(packed)
+        found += some
+        settings |= notes
     assumptions: tuple[str, ...] = ASSUMPTIONS
     if allow_repeats:
         assumptions += ("Equal records in the two samples are independent draws of a source that repeats values.",)
@@ -190,8 +250,8 @@ def certify(
         designs=tuple(found),
         trace=trace,
         representation=descriptor,
-        reference=summarise(reference_digests),
-        estimation=summarise(estimation_digests),
+        reference=summarise(perp.digests),
+        estimation=summarise(est.digests),
         alpha=alpha,
         alpha_split=shares,
         seed=seed,
@@ -221,55 +281,40 @@ def _shares(kinds: Sequence[str], alpha: float) -> dict[str, float]:
     return shares
 
 
-def _records(name: str, records: Any, least: int) -> NDArray[np.generic]:
-    """Records as a numeric array with one record in each entry; nothing is copied where it can be helped."""
-    if isinstance(records, np.ma.MaskedArray):
-        raise DataError(f"The {name} records are a masked array, and masks are not read. Fill or drop masked records.")
-    if isinstance(records, torch.Tensor):
-        records = records.detach().cpu()
-        records = (records.float() if records.dtype == torch.bfloat16 else records).numpy()
-    try:
-        array: NDArray[np.generic] = np.asanyarray(records)
-    except ValueError as error:
-        raise DataError(f"The {name} records do not form one array (n, ...): {error}.") from error
-    if array.dtype.kind not in "uifb":
-        raise DataError(f"Expected the {name} records to be real numbers. Found an array of type {array.dtype}.")
-    if array.ndim < 2:
-        raise DataError(
-            f"Expected the {name} records as an array (n, ...), one record for each entry. Found shape {array.shape}."
-        )
-    if len(array) < least:
-        raise DataError(
-            f"The {name} sample has {len(array)} records; at least {least} are needed, and thousands for a useful "
-            "bound."
-        )
-    if array[0].size == 0:
-        raise DataError(f"The {name} records are empty: shape {array.shape}.")
-    return array
+@dataclass
+class _Sample:
+    """A sample as read: Ψ of its records and their digests, in order."""
+
+    vectors: torch.Tensor
+    digests: list[bytes]
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over the digests in their order, which the arithmetic depends on."""
+        return hashlib.sha256(b"".join(self.digests)).hexdigest()
 
 
-def _represent(
-    name: str, records: NDArray[np.generic], psi: Representation, device: str | torch.device
-) -> torch.Tensor:
-    """Ψ of all records, float32 (n, m) on the device, a chunk at a time; everything checked for finiteness."""
+def _read(
+    name: str,
+    source: RecordSource,
+    psi: Representation,
+    device: torch.device,
+    progress: Progress,
+    *,
+    then: Callable[[torch.Tensor], None] | None = None,
+) -> _Sample:
+    """Ψ of all records, float32 (n, m) on the device, and their digests, in one pass, a chunk at a time.
+
+    Everything is checked for finiteness. ``then`` changes each chunk's vectors in place.
+    """
     psi = psi.to(device).eval()
-    dimension = psi.describe(tuple(records.shape[1:])).dimension
-    result = torch.empty((len(records), dimension), dtype=torch.float32, device=device)
-    for start in range(0, len(records), _CHUNK):
-        chunk = np.array(records[start : start + _CHUNK])
-        if chunk.dtype.kind == "f":
-            finite = np.isfinite(chunk.reshape(len(chunk), -1)).all(axis=1)
-            if not finite.all():
-                raise DataError(
-                    f"{name}[{start + int(np.argmin(finite))}] holds NaN or infinite values. Remove or repair such "
-                    "records before certifying."
-                )
-            if chunk.dtype.itemsize > 8 or not chunk.dtype.isnative:
-                chunk = chunk.astype(np.float64)
-        elif chunk.dtype.kind == "b":
-            chunk = chunk.astype(np.uint8)
-        elif chunk.dtype.kind in "ui" and chunk.dtype.itemsize > 1:
-            chunk = chunk.astype(np.float64)
+    dimension = psi.describe(source.record_shape).dimension
+    result = torch.empty((len(source), dimension), dtype=torch.float32, device=device)
+    digests: list[bytes] = []
+    start = 0
+    for raw in source.chunks(rows_at_once(int(np.prod(source.record_shape)), _CHUNK)):
+        digests += record_digests(raw)
+        chunk = _plain_numbers(name, start, raw)
         batch = torch.from_numpy(chunk)
         psi.check(batch)
         with torch.no_grad():
@@ -281,15 +326,63 @@ def _represent(
             )
         if not bool(torch.isfinite(vectors).all()):
             raise DataError(f"The representation is not finite on {name}[{start}:{start + len(chunk)}].")
-        result[start : start + len(chunk)] = vectors
-    return result
+        rows = result[start : start + len(chunk)]
+        rows.copy_(vectors)
+        if then is not None:
+            then(rows)
+        start += len(chunk)
+        progress(start, len(source))
+    if start != len(source):
+        raise DataError(f"The {name} source says that it has {len(source)} records, but it gave {start}.")
+    return _Sample(result, digests)
+
+
+def _plain_numbers(name: str, start: int, chunk: NDArray[np.generic]) -> NDArray[np.generic]:
+    """The chunk in a type that torch has; ``start`` is the index of its first record."""
+    if chunk.dtype.kind == "f":
+        finite = np.isfinite(chunk.reshape(len(chunk), -1)).all(axis=1)
+        if not finite.all():
+            raise DataError(
+                f"{name}[{start + int(np.argmin(finite))}] holds NaN or infinite values. Remove or repair such "
+                "records before certifying."
+            )
+        return chunk.astype(np.float64) if chunk.dtype.itemsize > 8 or not chunk.dtype.isnative else chunk
+    if chunk.dtype.kind == "b":
+        return chunk.astype(np.uint8)
+    return chunk.astype(np.float64) if chunk.dtype.itemsize > 1 else chunk
 
 
 def _normalise(z: torch.Tensor, centre: torch.Tensor, scale: float) -> None:
     """Centre and scale in place, so that tr Σ̂ of the reference sample is 1."""
-    for start in range(0, len(z), _CHUNK):
-        rows = slice(start, start + _CHUNK)
-        z[rows] = ((z[rows].double() - centre) / scale**0.5).to(torch.float32)
+    step = rows_at_once(z.shape[1])
+    for start in range(0, len(z), step):
+        rows = z[start : start + step]
+        rows.copy_(((to_float64(rows) - centre) / scale**0.5).to(torch.float32))
+
+
+def _refuse_other_ranks(ranks: Ranks, key: Mapping[str, Any], trace: TraceScale, *vectors: torch.Tensor) -> None:
+    """Raise ``DataError`` on every rank where one of them has other records, options or vectors than rank 0."""
+    if ranks.size == 1:
+        return
+    whole = hashlib.blake2b(repr(trace).encode())
+    for z in vectors:
+        step = rows_at_once(z.shape[1])
+        for start in range(0, len(z), step):
+            whole.update(z[start : start + step].cpu().numpy().data)
+    given, vectors_of = ranks.texts(json.dumps(key)), ranks.texts(whole.hexdigest())
+    for rank in range(ranks.size):
+        different = differences(json.loads(given[0]), json.loads(given[rank]))
+        if different:
+            raise DataError(
+                f"Rank {rank} does not certify what rank 0 does; different: {different}. Every rank has to call "
+                "certify with the same records in the same order and the same options; distributed=False makes a "
+                "process work alone."
+            )
+        if vectors_of[rank] != vectors_of[0]:
+            raise DataError(
+                f"Rank {rank} maps the same records to other vectors than rank 0. Use one kind of device and the same "
+                "weights on every rank, or distributed=False."
+            )
 
 
 class _bar:  # noqa: N801 - used as a function

@@ -6,6 +6,9 @@ all temperatures; where 2ε is a temperature too, k_ε is the square of k_2ε. N
 Arithmetic. Distances are float32 with inner products summed in pieces of at most 256 terms, so that each cost is
 within ``cost_error`` of the exact one; kernels and sums of up to 512 terms are float32, longer sums float64, together
 within a relative ``SUM_ERROR``.
+
+Order. Sums over tiles come in groups of rows of tiles that depend on n alone, and are added in a fixed order, so
+neither the number of threads nor that of processes changes a bit.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from dataclasses import dataclass
 
 import torch
 
-from opacus_reconbound.certificates.parallel import Counter, Progress, shared_out
+from opacus_reconbound.certificates.devices import float64_device, rows_at_once, to_float64
+from opacus_reconbound.certificates.parallel import Counter, Progress, in_order, shared_out
+from opacus_reconbound.certificates.ranks import current_ranks
 from opacus_reconbound.units import nats_to_bits
 
 __all__ = ["SUM_ERROR", "KernelLadder", "cost_error", "costs", "log_kernel_means", "pair_sums", "strict_float32"]
@@ -27,6 +32,7 @@ _UNIT_ROUNDOFF = 2.0**-24
 _LOG2_E = nats_to_bits(1.0)
 _PIECE = 256
 _TILE = 512
+_GROUPS = 24  # of rows of tiles: equal shares for 2, 3, 4, 6, 8, 12 and 24 processes
 
 
 @contextmanager
@@ -106,10 +112,11 @@ def costs(x: torch.Tensor, y: torch.Tensor, half_x: torch.Tensor, half_y: torch.
     return out.clamp_(min=0.0)
 
 
-def half_square_norms(z: torch.Tensor, chunk: int = 4096) -> torch.Tensor:
+def half_square_norms(z: torch.Tensor) -> torch.Tensor:
     """‖z‖²/2 per row, in float64 arithmetic, rounded to float32."""
-    parts = [z[start : start + chunk].double().square().sum(dim=1) for start in range(0, len(z), chunk)]
-    return (0.5 * torch.cat(parts)).to(torch.float32)
+    rows = rows_at_once(z.shape[1])
+    parts = [to_float64(z[start : start + rows]).square().sum(dim=1) for start in range(0, len(z), rows)]
+    return (0.5 * torch.cat(parts)).to(torch.float32).to(z.device)
 
 
 def pair_sums(
@@ -121,36 +128,63 @@ def pair_sums(
         z: records, float32 (n, m).
         weights: w >= 0, float32 (G, n), in the order of ``ladder.temperatures``.
         ladder: the temperatures.
-        progress: told (tiles done, tiles in all).
+        progress: told (tiles done, tiles in all), of this process.
 
     Returns:
-        S, float64 (G, n).
+        S, float64 (G, n), on the device or, where that has no float64, on the host.
     """
-    n = len(z)
-    half = half_square_norms(z)
-    starts = list(range(0, n, _TILE))
-    counter = Counter(progress, len(starts) * (len(starts) + 1) // 2)
+    n, home, ranks = len(z), float64_device(z.device), current_ranks()
+    half, weights = half_square_norms(z), weights.to(z.device)
+    tiles = -(-n // _TILE)
+    groups = _groups(tiles)
+    mine = [(k, row) for k, rows in enumerate(groups) if ranks.owns(k) for row in rows]
+    counter = Counter(progress, sum(tiles - row for _, row in mine))
 
-    def sweep(rows_of_tiles: Sequence[int]) -> torch.Tensor:
-        sums = torch.zeros(weights.shape, dtype=torch.float64, device=z.device)
-        for i in rows_of_tiles:
-            rows = slice(i, i + _TILE)
-            x, half_x, w_x = z[rows], half[rows], weights[:, rows]
-            for j in range(i, n, _TILE):
-                columns = slice(j, j + _TILE)
-                cost = costs(x, z[columns], half_x, half[columns])
-                if i == j:
-                    cost.fill_diagonal_(torch.inf)
-                for g, kernel in ladder.kernels(cost):
-                    sums[g, rows] += torch.mv(kernel, weights[g, columns])
-                    if i != j:
-                        sums[g, columns] += torch.mv(kernel.T, w_x[g])
-            counter.add(len(range(i, n, _TILE)))
+    def row_of_tiles(item: tuple[int, int]) -> torch.Tensor:
+        """What the tiles from the diagonal to the right add to the sums, from their first record on."""
+        first = item[1] * _TILE
+        rows = slice(first, first + _TILE)
+        x, half_x, w_x = z[rows], half[rows], weights[:, rows]
+        sums = torch.zeros((len(weights), n - first), dtype=torch.float64, device=home)
+        for j in range(first, n, _TILE):
+            columns = slice(j, j + _TILE)
+            cost = costs(x, z[columns], half_x, half[columns])
+            if j == first:
+                cost.fill_diagonal_(torch.inf)
+            across = torch.empty_like(w_x)
+            down = torch.empty_like(weights[:, columns])
+            for g, kernel in ladder.kernels(cost):
+                across[g] = torch.mv(kernel, weights[g, columns])
+                if j != first:
+                    down[g] = torch.mv(kernel.T, w_x[g])
+            sums[:, : len(x)] += to_float64(across)
+            if j != first:
+                sums[:, j - first : j - first + down.shape[1]] += to_float64(down)
+            counter.add()
         return sums
 
+    total = torch.zeros(weights.shape, dtype=torch.float64, device=home)
+    found: dict[int, torch.Tensor] = {}
     with strict_float32():
-        parts = shared_out(sweep, starts, z.device)
-    return torch.stack(parts).sum(dim=0) / n
+        for (k, row), sums in zip(mine, in_order(row_of_tiles, mine, z.device, counter), strict=True):
+            group = found.setdefault(k, torch.zeros_like(total))
+            group[:, row * _TILE :] += sums
+            if ranks.size == 1 and row == groups[k][-1]:
+                total += found.pop(k)
+    if ranks.size > 1:
+        for k in range(len(groups)):
+            group = found.pop(k) if k in found else torch.zeros_like(total)
+            ranks.broadcast(group, k % ranks.size)
+            total += group
+    return total / n
+
+
+def _groups(tiles: int) -> list[list[int]]:
+    """Rows of tiles in groups of about equally many tiles, the long rows with the short ones; none is empty."""
+    groups: list[list[int]] = [[] for _ in range(_GROUPS)]
+    for row in range(tiles):
+        groups[min(row, tiles - 1 - row) % _GROUPS].append(row)
+    return [group for group in groups if group]
 
 
 def log_kernel_means(
@@ -168,15 +202,17 @@ def log_kernel_means(
         points: p, float32 (n, m).
         weights: w > 0, float32 (G, n).
         ladder: the temperatures.
-        progress: told (records done, records in all).
+        progress: told (records done, records in all), of this process.
         chunk: records at a time.
 
     Returns:
-        float64 (G, N).
+        float64 (G, N), on the device or, where that has no float64, on the host.
     """
-    half_z, half_p = half_square_norms(z), half_square_norms(points)
-    result = torch.empty((len(ladder.temperatures), len(z)), dtype=torch.float64, device=z.device)
-    counter = Counter(progress, len(z))
+    home, ranks = float64_device(z.device), current_ranks()
+    half_z, half_p, weights = half_square_norms(z), half_square_norms(points), weights.to(z.device)
+    result = torch.zeros((len(ladder.temperatures), len(z)), dtype=torch.float64, device=home)
+    mine = list(range(0, len(z), chunk))[ranks.rank :: ranks.size]
+    counter = Counter(progress, sum(len(z[start : start + chunk]) for start in mine))
 
     def evaluate(starts: Sequence[int]) -> None:
         for start in starts:
@@ -185,13 +221,14 @@ def log_kernel_means(
             nearest = cost.min(dim=1, keepdim=True).values
             cost -= nearest
             for g, kernel in ladder.kernels(cost):
-                total = torch.zeros(len(cost), dtype=torch.float64, device=z.device)
+                total = torch.zeros(len(cost), dtype=torch.float64, device=home)
                 for first in range(0, len(points), _TILE):
                     piece = slice(first, first + _TILE)
-                    total += torch.mv(kernel[:, piece], weights[g, piece])
-                result[g, rows] = (total / len(points)).log() - nearest[:, 0].double() / ladder.temperatures[g]
+                    total += to_float64(torch.mv(kernel[:, piece], weights[g, piece]))
+                result[g, rows] = (total / len(points)).log() - to_float64(nearest[:, 0]) / ladder.temperatures[g]
             counter.add(len(cost))
 
     with strict_float32():
-        shared_out(evaluate, list(range(0, len(z), chunk)), z.device)
+        shared_out(evaluate, mine, z.device)
+    ranks.add_up(result)
     return result

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from opacus_reconbound import _validate
-from opacus_reconbound.certificates.rotation import float64_device
+from opacus_reconbound.certificates.devices import float64_device, to_float64
 from opacus_reconbound.errors import InvalidValueError
 from opacus_reconbound.units import nats_to_bits
 
@@ -122,7 +122,7 @@ def information_density(
     home = float64_device(centres.device)
     s = torch.as_tensor(scale, dtype=torch.float64).to(home).expand(noise.shape[0])
     w = noise.to(device=home, dtype=torch.float64)
-    own = centres[index.to(centres.device)].to(device=home, dtype=torch.float64)
+    own = to_float64(centres[index.to(centres.device)])
     draws = torch.addcmul(own, w, s[:, None])
     half_square = 0.5 * w.square().sum(1)
     nats = -half_square - log_mixture(draws, centres, s, offsets=-half_square, chunk=chunk)
@@ -157,20 +157,20 @@ class _Sweep:
         """Σ_j 2^exponent, shape (N,), float64."""
         total = torch.zeros(len(self._left), dtype=torch.float64, device=self._mean.device)
         for rows, tile in self._tiles():
-            total[rows] += tile.exp2_().sum(1).to(total)
+            total[rows] += to_float64(tile.exp2_().sum(1))
         return total
 
     def largest(self) -> torch.Tensor:
         """max_j exponent in nats, shape (N,), float64."""
         best = torch.full((len(self._left),), -math.inf, dtype=torch.float64, device=self._mean.device)
         for rows, tile in self._tiles():
-            best[rows] = torch.maximum(best[rows], tile.amax(1).to(best))
+            best[rows] = torch.maximum(best[rows], to_float64(tile.amax(1)))
         return best / nats_to_bits(1.0)
 
     def _tiles(self) -> Iterator[tuple[slice, torch.Tensor]]:
         memory = torch.empty(self._rows * self._columns, dtype=self._dtype, device=self._centres.device)
         for start in range(0, len(self._centres), _SLAB):
-            c = self._centres[start : start + _SLAB].to(self._mean) - self._mean
+            c = to_float64(self._centres[start : start + _SLAB]) - self._mean
             slab = torch.cat([c.T, c.square().sum(1)[None], torch.ones_like(c[None, :, 0])])
             slab = slab.to(self._dtype).to(self._centres.device)
             for column in range(0, slab.shape[1], self._columns):
@@ -185,7 +185,7 @@ class _Sweep:
 
 def _mean(centres: torch.Tensor) -> torch.Tensor:
     """The mean of the centres in float64, where float64 exists."""
-    return centres.to(float64_device(centres.device)).mean(0, dtype=torch.float64)
+    return to_float64(centres).mean(0)
 
 
 def _tile_dtype(centres: torch.Tensor) -> torch.dtype:

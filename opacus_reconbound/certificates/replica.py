@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import torch
 
 from opacus_reconbound.certificates.designs import ReplicaDesign
+from opacus_reconbound.certificates.devices import float64_device, to_float64
 from opacus_reconbound.certificates.kernel import (
     SUM_ERROR,
     KernelLadder,
@@ -37,7 +38,7 @@ from opacus_reconbound.certificates.kernel import (
     pair_sums,
 )
 from opacus_reconbound.certificates.margins import empirical_bernstein, upper_tail
-from opacus_reconbound.certificates.parallel import Progress, part
+from opacus_reconbound.certificates.parallel import Progress, one_tensor_thread, part
 
 __all__ = [
     "DEFAULT_TEMPERATURES",
@@ -80,8 +81,8 @@ class ReferencePotential:
         Rounded up by each record's own arithmetic error, so that E exp((g_P − g_0)/ε) <= 1 for the values returned.
         """
         log_means = log_kernel_means(z, self.points, self.weights, self.ladder, progress)
-        temperatures = torch.tensor(self.ladder.temperatures, dtype=torch.float64, device=z.device)[:, None]
-        half_norms = half_square_norms(z).double().clamp(min=float(half_square_norms(self.points).max()))
+        temperatures = torch.tensor(self.ladder.temperatures, dtype=torch.float64, device=log_means.device)[:, None]
+        half_norms = to_float64(half_square_norms(z)).clamp(min=float(half_square_norms(self.points).max()))
         distance_errors = cost_error(z.shape[1], 2.0) * half_norms
         g0 = temperatures * (self.log_norms[:, None] + SUM_ERROR - log_means) + distance_errors
         return g0.clamp(min=0.0)
@@ -107,7 +108,8 @@ def fit_reference_potential(
     ladder = KernelLadder.plan(temperatures)
     n = len(reference)
     limit = 0.5 * math.log(n)  # where a weight's own term in ‖μ‖² reaches 1
-    log_weights = torch.zeros((len(ladder.temperatures), n), dtype=torch.float64, device=reference.device)
+    home = float64_device(reference.device)
+    log_weights = torch.zeros((len(ladder.temperatures), n), dtype=torch.float64, device=home)
     for sweep in range(rounds):
         inner = part(progress, sweep, rounds + 1)
         sums = pair_sums(reference, log_weights.exp().float(), ladder, inner)
@@ -115,9 +117,9 @@ def fit_reference_potential(
         log_weights = update if sweep == 0 else 0.5 * (log_weights + update)
     weights = log_weights.exp().float()
     sums = pair_sums(reference, weights, ladder, part(progress, rounds, rounds + 1))
-    own = weights.double()
+    own = to_float64(weights)
     square_norms = (own * (sums + own / n)).mean(dim=1)
-    scale = torch.tensor(ladder.temperatures, dtype=torch.float64, device=reference.device)
+    scale = torch.tensor(ladder.temperatures, dtype=torch.float64, device=home)
     distance_error = cost_error(reference.shape[1], 2.0 * float(half_square_norms(reference).max()))
     log_norms = 0.5 * (square_norms.log() + distance_error / scale + SUM_ERROR)
     # g_0 of each reference record without its own term: the cap cuts the outermost records of a new sample only
@@ -140,7 +142,7 @@ def in_sample_value(weights: torch.Tensor, sums: torch.Tensor, temperatures: tor
         sums: S_i = (1/n) Σ_{j≠i} w_j k_ij, float64 (G, n).
         temperatures: ε, float64 (G,).
     """
-    w = weights.double()
+    w = to_float64(weights)
     n = w.shape[1]
     double_sum = (w * (sums + w / n)).mean(dim=1)
     return temperatures * (2.0 * w.log().mean(dim=1) - double_sum.log())
@@ -179,6 +181,7 @@ class ReplicaEstimate:
         return ReplicaDesign(temperature=self.temperature, intercept=self.intercept, replicas=2)
 
 
+@one_tensor_thread()
 def replica_estimates(
     reference: torch.Tensor,
     estimation: torch.Tensor,
@@ -203,7 +206,7 @@ def replica_estimates(
     phases = sweeps + 2
     potential = fit_reference_potential(reference, ladder.temperatures, progress=part(progress, 0, phases))
     g0 = potential.evaluate(estimation, part(progress, 1, phases))
-    epsilon = torch.tensor(ladder.temperatures, dtype=torch.float64, device=estimation.device)
+    epsilon = torch.tensor(ladder.temperatures, dtype=torch.float64, device=g0.device)
 
     log_weights = torch.minimum(
         g0 / epsilon[:, None], torch.tensor(0.5 * math.log(n), dtype=torch.float64, device=g0.device)
@@ -215,7 +218,7 @@ def replica_estimates(
         values = torch.maximum(values, in_sample_value(weights, sums, epsilon))
         # w (S + w/n) = 1, the self term solved exactly; damped in the log
         solved = math.log(2.0) - (sums + (sums.square() + 4.0 / n).sqrt()).log()
-        log_weights = weights.double().log()
+        log_weights = to_float64(weights).log()
         log_weights += _DAMPING * (solved - log_weights)
 
     distance_error = cost_error(dimension, 2.0 * float(half_square_norms(estimation).max()))

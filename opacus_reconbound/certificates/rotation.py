@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 
 from opacus_reconbound import _validate
+from opacus_reconbound.certificates.devices import float64_device, to_float64
 from opacus_reconbound.errors import DataError, InvalidValueError
 
 __all__ = ["Rotation", "fast_hadamard", "hadamard_order"]
@@ -143,7 +144,7 @@ class Rotation:
         out = z.new_empty(z.shape[0], self.order)
         rows = max(1, _WORK_ELEMENTS // self.order)
         for start in range(0, z.shape[0], rows):
-            part = z[start : start + rows].to(device=home, dtype=torch.float64)
+            part = to_float64(z[start : start + rows])
             if basis is not None:
                 part = part @ basis
             part = torch.nn.functional.pad(part, (0, self.order - self.dimension))
@@ -153,21 +154,16 @@ class Rotation:
         return out
 
 
-def float64_device(device: torch.device) -> torch.device:
-    """The device itself, or the host where it has no float64."""
-    return torch.device("cpu") if device.type == "mps" else device
-
-
 def _covariance(records: torch.Tensor) -> torch.Tensor:
     """The sample covariance in float64, shape (d, d), a slice of the records at a time."""
     home = float64_device(records.device)
     n, d = records.shape
     rows = max(1, _WORK_ELEMENTS // d)
     slices = [records[start : start + rows] for start in range(0, n, rows)]
-    mean = torch.stack([part.to(device=home, dtype=torch.float64).sum(0) for part in slices]).sum(0) / n
+    mean = torch.stack([to_float64(part).sum(0) for part in slices]).sum(0) / n
     total = torch.zeros(d, d, dtype=torch.float64, device=home)
     for part in slices:
-        centred = part.to(device=home, dtype=torch.float64) - mean
+        centred = to_float64(part) - mean
         total += centred.T @ centred
     return total / n
 

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from opacus_reconbound import _validate
+from opacus_reconbound.certificates.devices import rows_at_once, to_float64
 from opacus_reconbound.certificates.margins import empirical_bernstein
 from opacus_reconbound.errors import DataError, InvalidValueError
 
@@ -72,23 +73,27 @@ class TraceScale:
         return "the declared tr Σ" if self.normaliser == "declared" else "the estimated tr Σ"
 
 
-def trace_point(reference: torch.Tensor, chunk: int = 4096) -> tuple[torch.Tensor, float]:
+def trace_point(reference: torch.Tensor, chunk: int | None = None) -> tuple[torch.Tensor, float]:
     """Mean and trace of the covariance of a sample (normalised by n), in float64, one chunk at a time.
 
     Args:
         reference: (n, m), any floating dtype.
-        chunk: records at a time.
+        chunk: records at a time; by default as many as fit into about 32 MiB.
 
     Returns:
-        The mean (m,) in float64, and tr Σ̂.
+        The mean (m,) in float64, on the host where the device has none, and tr Σ̂.
 
     Raises:
         DataError: the sample is constant.
     """
-    parts = [reference[start : start + chunk] for start in range(0, len(reference), chunk)]
-    mean = torch.stack([part.double().sum(dim=0) for part in parts]).sum(dim=0) / len(reference)
-    trace = math.fsum(float((part.double() - mean).square().sum()) for part in parts) / len(reference)
-    largest = float(torch.maximum(reference.max().abs(), reference.min().abs()).double())
+    rows = chunk or rows_at_once(reference.shape[1])
+    parts = [reference[start : start + rows] for start in range(0, len(reference), rows)]
+    total = to_float64(parts[0]).sum(dim=0)
+    for part in parts[1:]:
+        total += to_float64(part).sum(dim=0)
+    mean = total / len(reference)
+    trace = math.fsum(float((to_float64(part) - mean).square_().sum()) for part in parts) / len(reference)
+    largest = max(abs(float(reference.max())), abs(float(reference.min())))
     if not trace > 0.0:
         raise DataError(
             "The reference records are all alike in this representation (tr Σ̂ is zero), so there is nothing to "
@@ -123,10 +128,12 @@ def trace_upper(reference: torch.Tensor, *, level: float, squared_diameter: floa
     order = torch.randperm(len(reference), generator=generator).to(reference.device)
     pairs = len(reference) // 2
     halves = []
-    for start in range(0, pairs, 4096):
-        stop = min(start + 4096, pairs)
-        difference = reference[order[start:stop]].double() - reference[order[pairs + start : pairs + stop]].double()
-        halves.append(0.5 * difference.square().sum(dim=1))
+    rows = rows_at_once(reference.shape[1])
+    for start in range(0, pairs, rows):
+        stop = min(start + rows, pairs)
+        difference = to_float64(reference[order[start:stop]])
+        difference -= to_float64(reference[order[pairs + start : pairs + stop]])
+        halves.append(0.5 * difference.square_().sum(dim=1))
     y = torch.cat(halves)
     margin = empirical_bernstein(
         variance=float(y.var(correction=1)), value_range=0.5 * squared_diameter, n=pairs, level=level

@@ -1,0 +1,24 @@
+"""What a device can do, and how much of a sample to work on at once."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["float64_device", "rows_at_once", "to_float64"]
+
+_ELEMENTS = 2**22
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """The device itself, or the host where it has no float64."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def to_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in float64, on its device or, where that has no float64, on the host."""
+    return tensor.to(float64_device(tensor.device)).to(torch.float64)  # in this order: no float64 on the device
+
+
+def rows_at_once(width: int, most: int = 4096) -> int:
+    """How many records of that many entries to take at once: about four million numbers, 32 MiB in float64."""
+    return max(1, min(most, _ELEMENTS // max(1, width)))
