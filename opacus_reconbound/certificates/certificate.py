@@ -22,8 +22,8 @@ from opacus_reconbound import _atomic, _validate
 from opacus_reconbound.certificates.designs import BlockDesign, Design, ReplicaDesign
 from opacus_reconbound.certificates.scale import TraceScale
 from opacus_reconbound.certificates.split import SampleSummary
-from opacus_reconbound.errors import CertificateError, FloorUnreachableError, InvalidValueError
-from opacus_reconbound.representations.base import RepresentationDescriptor
+from opacus_reconbound.errors import CertificateError, FloorUnreachableError, InvalidValueError, ReconboundError
+from opacus_reconbound.representations.base import Representation, RepresentationDescriptor
 
 __all__ = ["SCHEMA_VERSION", "ReconstructionBound", "SourceCertificate"]
 
@@ -160,8 +160,8 @@ class SourceCertificate:
             raise InvalidValueError(f"alpha_split {dict(self.alpha_split)} spends more than alpha = {self.alpha:g}.")
         if not self.alpha_split or min(self.alpha_split.values()) <= 0.0:
             raise InvalidValueError(f"alpha_split must name positive shares. Found {dict(self.alpha_split)}.")
-        for name, sample in (("reference", self.reference), ("estimation", self.estimation)):
-            _validate.integer(f"{name}.n", sample.n, minimum=1)
+        for name, sample, least in (("reference", self.reference, 0), ("estimation", self.estimation, 1)):
+            _validate.integer(f"{name}.n", sample.n, minimum=least)
         descriptor = self.representation
         _validate.integer("representation.dimension", descriptor.dimension, minimum=1)
         _validate.positive("representation.squared_diameter", descriptor.squared_diameter)
@@ -244,6 +244,29 @@ class SourceCertificate:
             budget = max(0.0, budget * (1.0 - step) - 5e-324)
             step = min(2.0 * step, 0.5)
         return budget
+
+    def check_representation(self, representation: Representation) -> None:
+        """Refuse a representation that is not the one this certificate is about.
+
+        Args:
+            representation: such as the one in which an attack's error is measured.
+
+        Raises:
+            CertificateError: its digest differs: another kind, other settings, other weights or another range.
+        """
+        try:
+            found = representation.describe(self.representation.record_shape)
+        except ReconboundError as error:
+            raise CertificateError(
+                f"The certificate is about {self.representation.name} of records of shape "
+                f"{self.representation.record_shape}, which this representation does not take: {error}"
+            ) from error
+        if found.digest == self.representation.digest:
+            return
+        raise CertificateError(
+            f"The certificate is about {self.representation.name} {self.representation.parameters}, not about "
+            f"{found.name} {found.parameters}. Use the same representation, or make a certificate for this one."
+        )
 
     @property
     def digest(self) -> str:
@@ -364,6 +387,12 @@ class SourceCertificate:
             f"{self.reference.n} reference and {self.estimation.n} estimation records; "
             f"confidence {self.confidence:g}; ρ* is relative to {self.trace.label}.",
         ]
+        reduction = self.settings.get("reduction")
+        if isinstance(reduction, Mapping):
+            lines.append(
+                f"The designs use {reduction.get('components')} principal coordinates of the reference sample "
+                f"({float(reduction.get('variance_kept', 0.0)):.1%} of its variance); the bound is on all coordinates."
+            )
         for bits in (0.0, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0):
             bound = self.bound(bits)
             lines.append(f"γ = {bits:g} bits: ρ* >= {math.floor(bound.rho * 1e3) / 1e3:.3f}  {_name(bound.design)}")

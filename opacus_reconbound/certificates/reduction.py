@@ -1,0 +1,136 @@
+"""Fewer coordinates for a wide representation: the top principal ones of the reference sample.
+
+Dropping coordinates of an orthonormal basis only lowers squared distances. For every attack ẑ on z and W with
+‖W‖₂ <= 1, Wᵀẑ is an attack on Wᵀz with no larger error, so a lower bound for Wᵀz is one for z: designs made from Wᵀz
+hold for the full representation, and ρ* stays relative to its full tr Σ. The variance that is dropped is lost from
+the bound. W depends on D_perp alone.
+
+Arithmetic. W is orthonormalised in float64 (Householder QR) and shrunk by 2^-24. ‖WᵀW − 1‖ before that is measured, to
+within m k 2^-53, and refused above 2^-25, so ‖W‖₂ <= 1. Products are float64: Wᵀz is off by at most m √k 2^-53 ‖z‖, and
+is then stored in float32 as every vector is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from opacus_reconbound.certificates.cache import FeatureCache
+from opacus_reconbound.certificates.devices import float64_device, rows_at_once, to_float64
+from opacus_reconbound.errors import DataError
+from opacus_reconbound.representations.base import tensor_digest
+
+__all__ = ["AUTO_ABOVE", "AUTO_COMPONENTS", "Reduction", "fit_reduction"]
+
+AUTO_ABOVE = 4_096
+"""Representations with more coordinates than this are reduced unless told otherwise."""
+AUTO_COMPONENTS = 2_048
+"""Coordinates that are kept then."""
+
+_FITTED_ON = 5_000  # records: an eigenproblem of that order
+_SHRINK = 2.0**-24
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Reduction:
+    """z ↦ Wᵀz, W of (nearly) orthonormal columns, ‖W‖₂ <= 1.
+
+    Attributes:
+        basis: W, float64 (m, k).
+        fitted_on: reference records behind it.
+        variance_kept: share of tr Σ̂ of the reference sample that remains.
+    """
+
+    basis: torch.Tensor
+    fitted_on: int
+    variance_kept: float
+
+    @property
+    def components(self) -> int:
+        """k."""
+        return int(self.basis.shape[1])
+
+    def apply(self, z: torch.Tensor) -> torch.Tensor:
+        """Wᵀz as rows, float32 (n, k), on the device of ``z``; float64 inside, some rows at a time."""
+        basis = self.basis.to(float64_device(z.device))
+        out = z.new_empty((len(z), self.components), dtype=torch.float32)
+        step = rows_at_once(z.shape[1], 256)
+        for start in range(0, len(z), step):
+            out[start : start + step] = (to_float64(z[start : start + step]) @ basis).to(torch.float32)
+        return out
+
+    def settings(self, seed: int) -> dict[str, Any]:
+        """What the certificate states; the basis itself is not stored."""
+        return {
+            "kind": "principal coordinates of the reference sample",
+            "components": self.components,
+            "of": int(self.basis.shape[0]),
+            "fitted_on": self.fitted_on,
+            "variance_kept": round(self.variance_kept, 6),
+            "seed": seed,
+            "digest": tensor_digest({"basis": self.basis}),
+        }
+
+
+def fit_reduction(reference: torch.Tensor, components: int, *, seed: int, cache: FeatureCache, key: str) -> Reduction:
+    """The top principal coordinates of the reference sample, from the Gram matrix of at most 5,000 of its records.
+
+    Args:
+        reference: D_perp, centred, float32 (n, m).
+        components: k; at most one less than the records that it is fitted on.
+        seed: of the choice among more records.
+        cache: to keep the basis in.
+        key: names the reference vectors there.
+
+    Raises:
+        DataError: the reference sample is smaller than that many coordinates.
+    """
+    n, dimension = reference.shape
+    chosen = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:_FITTED_ON].sort().values
+    if components >= len(chosen):
+        raise DataError(
+            f"reduction = {components} needs more than that many reference records, at most {_FITTED_ON} of which are "
+            f"used. Found {n}. Ask for fewer coordinates, or give more records."
+        )
+    name = cache.key("reduction", key, str(components), str(seed))
+    basis = cache.load(name, (dimension, components))
+    if basis is None:
+        basis = _principal(reference[chosen.to(reference.device)], components)
+        cache.store(name, basis)
+    kept = whole = 0.0
+    step = rows_at_once(dimension, 256)
+    found = Reduction(basis=basis, fitted_on=len(chosen), variance_kept=1.0)
+    for start in range(0, n, step):
+        rows = reference[start : start + step]
+        kept += float(to_float64(found.apply(rows)).square().sum())
+        whole += float(to_float64(rows).square().sum())
+    return Reduction(basis=basis, fitted_on=len(chosen), variance_kept=min(1.0, kept / whole))
+
+
+def _principal(sample: torch.Tensor, components: int) -> torch.Tensor:
+    """Orthonormal columns that span the top principal directions of a sample, largest variance first, shrunk.
+
+    Single precision decides which directions these are; being orthonormal is a matter of float64.
+    """
+    home = float64_device(sample.device)
+    n, dimension = sample.shape
+    gram = torch.zeros((n, n), dtype=torch.float64, device=home)
+    step = rows_at_once(n)
+    for start in range(0, dimension, step):
+        part = sample[:, start : start + step]
+        gram += to_float64(part @ part.T)
+    top = torch.linalg.eigh(gram).eigenvectors.flip(1)[:, :components].to(sample)
+    directions = torch.empty((dimension, components), dtype=torch.float64, device=home)
+    for start in range(0, dimension, step):
+        directions[start : start + step] = to_float64(sample[:, start : start + step].T @ top)
+    basis = torch.linalg.qr(directions / directions.norm(dim=0).clamp(min=1e-300)).Q
+    excess = float((basis.T @ basis - torch.eye(components, dtype=torch.float64, device=home)).norm())
+    if not excess < 0.5 * _SHRINK:
+        raise DataError(
+            f"The principal coordinates could not be made orthonormal (off by {excess:.1e}). Ask for fewer coordinates "
+            "with reduction=, or for none with reduction=None."
+        )
+    found: torch.Tensor = basis * (1.0 - _SHRINK)
+    return found
