@@ -152,6 +152,47 @@ def certify(
             help="Least and largest value that an entry can take.  [default: 0 255, for 8-bit records only]",
         ),
     ] = None,
+    representation: Annotated[
+        str,
+        typer.Option(
+            "--representation",
+            "-r",
+            metavar="TEXT",
+            help="What counts as a reconstruction: one of the representations listed above, or several joined by |.",
+        ),
+    ] = "pixels",
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="Backbone weights for lpips, a .npz or a torchvision state dict .pth.  [default: as lpips downloads "
+            "them]",
+        ),
+    ] = None,
+    reduction: Annotated[
+        str,
+        typer.Option(
+            metavar="N",
+            help="Principal coordinates that the designs use: a number, none, or auto (2,048 of a representation with "
+            "more than 4,096). The bound is on all of them.",
+        ),
+    ] = "auto",
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            show_default=False,
+            help="Keep the vectors of the representation here, so that they are computed once.",
+        ),
+    ] = None,
+    reference_from: Annotated[
+        str,
+        typer.Option(
+            metavar="WHERE",
+            help="source, or elsewhere: the reference records are public or synthetic; needs a number as --normaliser.",
+        ),
+    ] = "source",
     normaliser: Annotated[
         str,
         typer.Option(
@@ -178,10 +219,25 @@ def certify(
     interruption the same command goes on from there.
 
     \b
+    Representations, for --representation; several are joined by |:
+      pixels                      raw values
+      crop:TOP,LEFT,HEIGHT,WIDTH  a box of an image
+      channels:I,J,...            some channels
+      coordinates:I,J-K,...       some entries of the flattened record
+      mask:FILE.npy               the entries where a boolean array is true
+      downsample:SIZE             a coarse image of SIZE × SIZE means (or ROWS,COLUMNS)
+      dct:COUNT                   the COUNT × COUNT lowest frequencies (or ROWS,COLUMNS)
+      linear:FILE.npy             z = A x for a matrix A
+      lpips:NET@SIZE              perceptual distance; NET alex, vgg or squeeze; SIZE 64 unless given, or 'full'
+      vectors:RADIUS              tabular rows or embeddings, clipped to a ball ('vectors' alone needs --value-range)
+      standardised:RADIUS         the same, columns standardised on the reference sample first
+
+    \b
     Examples:
       reconbound certify mnist.npz:x_train mnist.npz:x_test -o mnist.json
       reconbound certify photos/ -o photos.json --n-reference 5000
       reconbound certify --reference a.npy --estimation b.npy -o cert.json --value-range 0 1
+      reconbound certify photos/ -o faces.json --representation "crop:8,8,48,48|lpips:alex@64" --cache vectors/
     """  # noqa: D301 - \b keeps the lines of the example
     import numpy as np
 
@@ -190,12 +246,12 @@ def certify(
     from opacus_reconbound.certificates.certify import certify as make
     from opacus_reconbound.certificates.records import SelectedRecords
     from opacus_reconbound.certificates.split import split_indices
-    from opacus_reconbound.representations import Pixels
+    from opacus_reconbound.representations import Composition, Vectors, parse
 
     check_writable(output, "the certificate's file, such as cert.json")
     if data and (reference or estimation):
         raise InvalidValueError("Give either DATA, which is split, or --reference with --estimation, not both.")
-    if not data and not (reference and estimation):
+    if not data and not (estimation and (reference or designs == "block")):
         raise InvalidValueError(
             "--reference and --estimation go together: the two samples, disjoint. One of them is missing."
             if reference or estimation
@@ -214,6 +270,10 @@ def certify(
             _validate.finite("--value-range", value_range[0]),
             _validate.finite("--value-range", value_range[1]),
         )
+    psi = parse(representation, value_range=low_high, weights=weights)
+    kept: Any = None if reduction == "none" else reduction
+    if reduction not in ("auto", "none"):
+        kept = _validate.integer("--reduction", reduction, minimum=1)
     declared: Any = normaliser
     if normaliser not in ("point", "ucb"):
         try:
@@ -238,22 +298,26 @@ def certify(
     else:
         if n_reference is not None or n_estimation is not None:
             raise InvalidValueError("--n-reference and --n-estimation split DATA; given samples are taken as they are.")
-        left, right = open_records(reference or []), open_records(estimation or [])
-        samples = (SelectedRecords(left), SelectedRecords(right))
-    if low_high is None and samples[0].dtype != np.uint8:
+        left = SelectedRecords(open_records(reference)) if reference else None
+        samples = (left, SelectedRecords(open_records(estimation or [])))
+    first_stage = psi.stages[0] if isinstance(psi, Composition) else psi
+    if low_high is None and samples[1].dtype != np.uint8 and not isinstance(first_stage, Vectors):
         raise DataError(
-            f"The records are of type {samples[0].dtype}, not 8-bit. Say which values an entry can take, as in "
+            f"The records are of type {samples[1].dtype}, not 8-bit. Say which values an entry can take, as in "
             "--value-range 0 1."
         )
     partial = output.with_name(f"{output.name}.partial")
     try:
         certificate = make(
             *samples,
-            representation=Pixels(low_high or (0.0, 255.0)),
+            representation=psi,
             designs=designs,
             alpha=alpha,
             seed=seed,
             normaliser=declared,
+            reference_from=reference_from,  # type: ignore[arg-type]
+            reduction=kept,
+            cache=cache,
             allow_repeats=allow_repeats,
             device=device,
             checkpoint=partial,

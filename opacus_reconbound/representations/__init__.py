@@ -12,11 +12,13 @@ from opacus_reconbound.representations.linear import LinearMap as LinearMap
 from opacus_reconbound.representations.linear import LowFrequencies as LowFrequencies
 from opacus_reconbound.representations.linear import Mask as Mask
 from opacus_reconbound.representations.lpips import LPIPS as LPIPS
+from opacus_reconbound.representations.parse import KINDS as KINDS
 from opacus_reconbound.representations.parse import parse as parse
 from opacus_reconbound.representations.pixels import Pixels as Pixels
 from opacus_reconbound.representations.vectors import Vectors as Vectors
 
 __all__ = [
+    "KINDS",
     "Channels",
     "Composition",
     "Coordinates",

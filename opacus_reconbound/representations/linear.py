@@ -402,7 +402,7 @@ class LinearMap(_Linear):
 
     def __init__(self, matrix: ArrayLike, *, value_range: tuple[float, float] | None = None) -> None:
         super().__init__(value_range)
-        array = np.array(matrix.detach().cpu() if isinstance(matrix, torch.Tensor) else matrix)
+        array = matrix.detach().cpu().numpy() if isinstance(matrix, torch.Tensor) else np.array(matrix)
         if array.dtype.kind not in "buif" or array.ndim != 2 or array.size == 0:
             raise InvalidValueError(f"Expected a matrix (m, d) of numbers. Found {array.dtype} of shape {array.shape}.")
         if not np.isfinite(array).all():

@@ -36,7 +36,7 @@ KINDS: dict[str, str] = {
     "linear:FILE.npy": "z = A x for a matrix A",
     "lpips:NET@SIZE": "perceptual distance; NET alex, vgg or squeeze; SIZE 64 unless given, or 'full'",
     "vectors:RADIUS": "tabular rows or embeddings, clipped to a ball ('vectors' alone needs --value-range)",
-    "standardised:RADIUS": "the same, each column divided by its standard deviation in the reference sample",
+    "standardised:RADIUS": "the same, columns standardised on the reference sample first",
 }
 """What can be written, and what it is."""
 
@@ -67,6 +67,8 @@ def parse(text: str, *, value_range: Range = None, weights: str | Path | None = 
             raise InvalidValueError(f"There is no representation {name!r}. There are: {known}.")
         given = value_range if all(stage.keeps_values for stage in stages) else None
         stages.append(maker(part, argument.strip(), given, weights))
+    if weights is not None and not any(isinstance(stage, LPIPS) for stage in stages):
+        raise InvalidValueError(f"Weights were given, but {text!r} has no lpips to use them. Leave them out.")
     return stages[0] if len(stages) == 1 else Composition(*stages)
 
 

@@ -21,15 +21,16 @@ _MOST_LISTED = 256  # columns whose numbers are written out in the descriptor; b
 
 
 class Vectors(Representation):
-    """z = s ∘ x, a weight for each column, and then a clip to a ball where one is declared.
+    """z = s ∘ (x − c), a weight s for each column, and then a clip to a ball where one is declared.
 
     One of ``ranges`` and ``clip_radius`` has to be given: the range must be known before any record is seen.
 
     Args:
         ranges: (low, high) of every column, or one pair for all; B = Σ_j s_j² (high_j − low_j)².
         clip_radius: R; scaled vectors of larger norm are scaled back to norm R, as a part of Ψ, and B = (2R)².
-        scale: a weight for each column, declared, or ``"reference"``: one over the column's standard deviation in the
-            reference sample, so that columns of different units count alike. None: as they are.
+        scale: a weight for each column, declared, with c = 0; or ``"reference"``: one over the column's standard
+            deviation in the reference sample, and c its mean there, so that columns of different units count alike.
+            None: as they are.
 
     Raises:
         InvalidValueError: the range is not declared, or weights are not positive.
@@ -42,6 +43,7 @@ class Vectors(Representation):
 
     kind = "vectors"
     scale: torch.Tensor | None
+    centre: torch.Tensor | None
 
     def __init__(
         self,
@@ -68,6 +70,7 @@ class Vectors(Representation):
                 raise InvalidValueError(f"Expected scale to be 'reference', numbers or None. Found {scale!r}.")
             self._origin = "reference"
         self.register_buffer("scale", None if scale is None or isinstance(scale, str) else _checked_scale(scale))
+        self.register_buffer("centre", None)
 
     @property
     def needs_fit(self) -> bool:
@@ -75,7 +78,7 @@ class Vectors(Representation):
         return self._fit_scale and self.scale is None
 
     def fit(self, reference: Iterable[torch.Tensor]) -> Vectors:
-        """The same with the scale fixed: one over each column's standard deviation in the reference sample.
+        """The same with scale and centre fixed: each column's standard deviation and mean in the reference sample.
 
         Raises:
             DataError: a column is constant there.
@@ -102,12 +105,14 @@ class Vectors(Representation):
             )
         fitted = copy.copy(self)
         fitted._buffers = dict(self._buffers)
-        fitted.scale = 1.0 / deviation
+        fitted.scale, fitted.centre = 1.0 / deviation, origin + total / count
         return fitted
 
     def forward(self, records: torch.Tensor) -> torch.Tensor:
         """The scaled and clipped vectors, float32 (n, m)."""
         vectors = double(records.reshape(len(records), -1))
+        if self.centre is not None:
+            vectors = vectors - self.centre.to(vectors)
         if self.scale is not None:
             vectors = vectors * self.scale.to(vectors)
         if self.clip_radius is not None:
@@ -132,6 +137,7 @@ class Vectors(Representation):
         parameters: dict[str, Any] = {"clip_radius": self.clip_radius, "scaling": self._origin}
         parameters["ranges"] = _listed(self._ranges)
         parameters["scale"] = _listed(self.scale)
+        parameters["centre"] = _listed(self.centre)
         return RepresentationDescriptor.create(
             name=self.kind,
             parameters=parameters,
