@@ -174,8 +174,9 @@ def certify(
         psi = psi.fit(_Chunks("reference", sources[0]))
     features = FeatureCache(cache)
     descriptor = psi.describe(sources[0].record_shape)
-    components = _components(reduction, descriptor.dimension, len(sources[0]))
-    keep = None if components is None else _held(len(sources[0]), descriptor.dimension, seed)
+    keep = _held(len(sources[0]), descriptor.dimension, seed)
+    components = _components(reduction, descriptor.dimension, len(sources[0]) if keep is None else len(keep))
+    keep = None if components is None else keep
     with _bar("reference records", show) as report:
         perp = _read("reference", sources[0], psi, place, report, cache=features, keep=keep)
     if reference is None or reference_from == "elsewhere":
