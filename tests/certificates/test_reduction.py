@@ -106,9 +106,9 @@ def test_what_is_dropped_is_lost_from_the_bound() -> None:
 @pytest.mark.parametrize("designs", ["block", "all"])
 def test_blocks_too(designs: str) -> None:
     """Blocks divide the reduced order: 3 divides 48, but not the order for 5,000 coordinates."""
-    found = digits(representation=wide(), reduction=48, designs=designs, pairs=[(3, 1.6)])
+    found = digits(representation=wide(), reduction=48, designs=designs, pairs=[(3, 1.6), (8, 1.6)])
     assert 0.5 < found.bound(0.5).rho < 1.0
-    assert found.settings["pairs"] == [[3, 1.6]]
+    assert found.settings["pairs"] == [[3, 1.6], [8, 1.6]]
 
 
 def test_coverage_at_zero_leakage() -> None:
