@@ -6,11 +6,11 @@ An interrupted run goes on behind the last chunk that was finished. The files ar
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -21,6 +21,19 @@ __all__ = ["FeatureCache"]
 
 _VERSION = "opacus_reconbound/vectors/1"
 _DIGEST_BYTES = 32
+_PIECE = 2**20
+
+
+class _Hashed:
+    """A file to write to that keeps a digest of what was written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.whole = file, hashlib.sha256()
+
+    def write(self, piece: bytes) -> int:
+        """Write and count."""
+        self.whole.update(piece)
+        return self._file.write(piece)
 
 
 class FeatureCache:
@@ -59,13 +72,19 @@ class FeatureCache:
         if self._folder is None:
             return None
         try:
-            content = (self._folder / f"{key}.vectors").read_bytes()
+            with (self._folder / f"{key}.vectors").open("rb") as file:
+                left, whole = file.seek(0, os.SEEK_END) - _DIGEST_BYTES, hashlib.sha256()
+                file.seek(0)
+                while left > 0:
+                    piece = file.read(min(left, _PIECE))
+                    whole.update(piece)
+                    left -= len(piece)
+                if file.read() != whole.digest():
+                    return None
+                file.seek(0)
+                array = np.load(file, allow_pickle=False)
         except OSError:
             return None
-        body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
-        if hashlib.sha256(body).digest() != digest:
-            return None
-        array = np.load(io.BytesIO(body), allow_pickle=False)
         return torch.from_numpy(array) if array.shape == tuple(shape) else None
 
     def store(self, key: str, array: torch.Tensor) -> None:
@@ -76,15 +95,13 @@ class FeatureCache:
         """
         if self._folder is None:
             return
-        buffer = io.BytesIO()
-        np.save(buffer, array.detach().cpu().numpy(), allow_pickle=False)
-        body = buffer.getvalue()
         name = ""
         try:
             handle, name = tempfile.mkstemp(dir=self._folder, prefix=f".{key[:16]}.", suffix=".tmp")
             with os.fdopen(handle, "wb") as file:
-                file.write(body)
-                file.write(hashlib.sha256(body).digest())
+                hashed = _Hashed(file)
+                np.save(hashed, array.detach().cpu().numpy(), allow_pickle=False)
+                file.write(hashed.whole.digest())
             os.replace(name, self._folder / f"{key}.vectors")
         except OSError as error:
             raise DataError(

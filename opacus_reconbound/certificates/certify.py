@@ -204,14 +204,14 @@ def certify(
     _normalise(z_reference, centre, scale)
     reduced: Reduction | None = None
     if components is not None:
-        reduced = fit_reduction(
+        reduced, z_reference = fit_reduction(
             z_reference,
             components,
             seed=seed,
             cache=features,
             key=f"{descriptor.digest} {perp.fingerprint} {max_reference}",
         )
-        z_reference = perp.vectors = reduced.apply(z_reference)
+        perp.vectors = z_reference
     with _bar("estimation records", show) as report:
         est = _read(
             "estimation",

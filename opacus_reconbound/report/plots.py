@@ -101,7 +101,8 @@ def plot_representations(
     rows, columns = max(1, len(images)), max([1, *(len(row) for row in images.values())])
     figure = Figure(figsize=(7.5 + 0.75 * columns, max(4.5, 0.75 * rows)), layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subfigures(1, 2, width_ratios=[6.0, 1.5 + 0.75 * columns])
+    parts: Any = figure.subfigures(1, 2, width_ratios=[6.0, 1.5 + 0.75 * columns])
+    left, right = parts
     axes = left.add_subplot()
     axes.grid(alpha=0.25)
     for name, values in rho.items():

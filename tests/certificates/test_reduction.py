@@ -42,7 +42,7 @@ def test_projected_distances_never_exceed_the_true_ones(seed: int, n: int, m: in
     rng = np.random.default_rng(seed)
     z = torch.from_numpy((rng.normal(size=(n, m)) * np.exp(-decay * np.arange(m) / m)).astype(np.float32))
     z -= z.mean(dim=0)
-    found = fit_reduction(z, min(n, m) - 1, seed=0, cache=NONE, key="")
+    found, _ = fit_reduction(z, min(n, m) - 1, seed=0, cache=NONE, key="")
     new = torch.from_numpy(rng.normal(size=(30, m)).astype(np.float32)) * float(z.abs().max())
     assert float(torch.linalg.matrix_norm(found.basis, 2)) <= 1.0
     for points in (z, new):
@@ -56,7 +56,8 @@ def test_projected_distances_never_exceed_the_true_ones(seed: int, n: int, m: in
 def test_the_top_principal_coordinates_are_kept() -> None:
     z = torch.from_numpy(np.random.default_rng(0).normal(size=(500, 40)) @ np.diag(2.0 ** -np.arange(40))).float()
     z -= z.mean(dim=0)
-    found = fit_reduction(z, 6, seed=0, cache=NONE, key="")
+    found, reduced = fit_reduction(z, 6, seed=0, cache=NONE, key="")
+    assert torch.equal(reduced, found.apply(z))
     values, vectors = np.linalg.eigh(np.cov(z.numpy().astype(float).T, bias=True))
     share = values[::-1][:6].sum() / values.sum()
     assert found.variance_kept == pytest.approx(share, rel=1e-5)
