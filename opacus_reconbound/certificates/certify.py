@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -312,7 +313,8 @@ def _read(
     result = torch.empty((len(source), dimension), dtype=torch.float32, device=device)
     digests: list[bytes] = []
     start = 0
-    for raw in source.chunks(rows_at_once(int(np.prod(source.record_shape)), _CHUNK)):
+    # raw records are small beside float64, and networks like larger batches
+    for raw in source.chunks(rows_at_once(math.prod(source.record_shape) // 4, _CHUNK)):
         digests += record_digests(raw)
         chunk = _plain_numbers(name, start, raw)
         batch = torch.from_numpy(chunk)
