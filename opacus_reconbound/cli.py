@@ -174,8 +174,8 @@ def certify(
         str,
         typer.Option(
             metavar="N",
-            help="Principal coordinates that the designs use: a number, none, or auto (2,048 of a representation with "
-            "more than 4,096). The bound is on all of them.",
+            help="Principal coordinates that the designs use: a number, none, or auto (2,048 where there are more than "
+            "4,096 and all vectors together would take more than 3 GiB). The bound is on all coordinates.",
         ),
     ] = "auto",
     cache: Annotated[

@@ -22,7 +22,7 @@ from opacus_reconbound.certificates import margins as _margins
 from opacus_reconbound.certificates.designs import BlockDesign
 from opacus_reconbound.certificates.devices import rows_at_once, to_float64
 from opacus_reconbound.certificates.mixture import CHUNK, information_density
-from opacus_reconbound.certificates.parallel import Counter, one_tensor_thread, shared_out
+from opacus_reconbound.certificates.parallel import Counter, in_order, one_tensor_thread, shared_out
 from opacus_reconbound.certificates.rotation import Rotation
 from opacus_reconbound.errors import DataError, InvalidValueError
 from opacus_reconbound.units import nats_to_bits
@@ -224,17 +224,16 @@ class _Work:
             torch.zeros(len(block), dtype=torch.float64),
         )
 
-        def measure(hand: Sequence[int]) -> None:
-            for b in hand:
-                rows = members[b]
-                if len(rows):
-                    found = information_density(
-                        self._centres(b, k), index[rows], noise[rows], scale[rows], chunk=self._chunk
-                    )
-                    density[rows], error[rows] = found.nats.cpu(), found.error_nats.cpu()
-                self._counter.add()
+        def measure(b: int) -> None:
+            rows = members[b]
+            if len(rows):
+                found = information_density(
+                    self._centres(b, k), index[rows], noise[rows], scale[rows], chunk=self._chunk
+                )
+                density[rows], error[rows] = found.nats.cpu(), found.error_nats.cpu()
+            self._counter.add()
 
-        shared_out(measure, range(blocks), self._coordinates.device)
+        self._each(measure, blocks)
         clipped = density.clamp(-_CLIP, math.log(self._n)).reshape(len(dithers), draws)
         errors = error.reshape(len(dithers), draws)
         return {
@@ -264,19 +263,18 @@ class _Work:
         everyone = torch.arange(self._n)
         negative_log, error, constant = [0.0] * blocks, [0.0] * blocks, [0.0] * blocks
 
-        def measure(hand: Sequence[int]) -> None:
-            for b in hand:
-                centres, stream = self._centres(b, k), self._stream(i, b)
-                mean_square = float(to_float64(centres).square().sum(1).mean())
-                constant[b] = _margins.monte_carlo_constant(k, nu2, mean_square)
-                for _ in range(draws):
-                    noise = torch.randn(self._n, k, generator=stream, dtype=torch.float64)
-                    found = information_density(centres, everyone, noise, scale, chunk=self._chunk)
-                    negative_log[b] += float(found.nats.mean() + 0.5 * noise.square().sum(1).mean()) / draws
-                    error[b] += float(found.error_nats.mean()) / draws
-                    self._counter.add()
+        def measure(b: int) -> None:
+            centres, stream = self._centres(b, k), self._stream(i, b)
+            mean_square = float(to_float64(centres).square().sum(1).mean())
+            constant[b] = _margins.monte_carlo_constant(k, nu2, mean_square)
+            for _ in range(draws):
+                noise = torch.randn(self._n, k, generator=stream, dtype=torch.float64)
+                found = information_density(centres, everyone, noise, scale, chunk=self._chunk)
+                negative_log[b] += float(found.nats.mean() + 0.5 * noise.square().sum(1).mean()) / draws
+                error[b] += float(found.error_nats.mean()) / draws
+                self._counter.add()
 
-        shared_out(measure, range(blocks), self._coordinates.device)
+        self._each(measure, blocks)
         return self._estimate(
             k,
             nu2,
@@ -314,6 +312,10 @@ class _Work:
             arithmetic_margin_bits=nats_to_bits(error_nats + 2.0 * k * stored / math.sqrt(nu2)),
             draws=draws,
         )
+
+    def _each(self, measure: Callable[[int], None], blocks: int) -> None:
+        for _ in in_order(measure, range(blocks), self._coordinates.device, self._counter):
+            pass
 
     def _centres(self, b: int, k: int) -> torch.Tensor:
         """Π_b z_j = sqrt(M/k) times the coordinates of block b, shape (n, k)."""

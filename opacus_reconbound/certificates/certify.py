@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,11 +26,17 @@ from opacus_reconbound.certificates.cache import FeatureCache
 from opacus_reconbound.certificates.certificate import SourceCertificate
 from opacus_reconbound.certificates.checkpoint import Checkpoint, differences, pack_designs, unpack_designs
 from opacus_reconbound.certificates.designs import Design
-from opacus_reconbound.certificates.devices import float64_device, rows_at_once, to_float64
+from opacus_reconbound.certificates.devices import float64_device, rows_at_once, to_device, to_float64
 from opacus_reconbound.certificates.parallel import Progress, one_tensor_thread
 from opacus_reconbound.certificates.ranks import Ranks, shared_among
 from opacus_reconbound.certificates.records import ArrayRecords, RecordSource, as_source
-from opacus_reconbound.certificates.reduction import AUTO_ABOVE, AUTO_COMPONENTS, Reduction, fit_reduction
+from opacus_reconbound.certificates.reduction import (
+    AUTO_ABOVE,
+    AUTO_ABOVE_BYTES,
+    AUTO_COMPONENTS,
+    Reduction,
+    fit_reduction,
+)
 from opacus_reconbound.certificates.replica import DEFAULT_TEMPERATURES, replica_designs
 from opacus_reconbound.certificates.rotation import hadamard_order
 from opacus_reconbound.certificates.scale import TraceScale, check_resolution, trace_point, trace_upper
@@ -120,7 +127,8 @@ def certify(
             bound on the squared error holds all the same (what is chosen on them is only chosen worse), but they tell
             nothing about tr Σ: ``normaliser`` has to be declared.
         reduction: how many principal coordinates of the reference sample the designs use; the bound is on the full
-            representation. ``"auto"``: 2,048 where it has more than 4,096 coordinates, else all. None: all.
+            representation. ``"auto"``: 2,048 where it has more than 4,096 coordinates and all vectors together would
+            take more than 3 GiB, else all. None: all.
         cache: a folder for the vectors of the representation, so that an interrupted or repeated run does not compute
             them again. It is as sensitive as the records.
         allow_repeats: accept equal records in both samples, as independent draws of a source that repeats values.
@@ -175,7 +183,8 @@ def certify(
     features = FeatureCache(cache)
     descriptor = psi.describe(sources[0].record_shape)
     keep = _held(len(sources[0]), descriptor.dimension, seed)
-    components = _components(reduction, descriptor.dimension, len(sources[0]) if keep is None else len(keep))
+    held = len(sources[0]) if keep is None else len(keep)
+    components = _components(reduction, descriptor.dimension, held, held + len(sources[1]))
     keep = None if components is None else keep
     with _bar("reference records", show) as report:
         perp = _read("reference", sources[0], psi, place, report, cache=features, keep=keep)
@@ -367,13 +376,12 @@ def _check_origin(origin: str, absent: bool, declared: float | None, kinds: Sequ
         )
 
 
-def _components(reduction: str | int | None, dimension: int, n_reference: int) -> int | None:
+def _components(reduction: str | int | None, dimension: int, n_reference: int, n: int) -> int | None:
     """How many principal coordinates to keep; None for all coordinates as they are."""
-    if reduction is None or (reduction == "auto" and (dimension <= AUTO_ABOVE or n_reference == 0)):
-        return None
     if reduction == "auto":
-        return min(AUTO_COMPONENTS, n_reference // 2)
-    return int(reduction) if int(reduction) < dimension else None
+        wide = dimension > AUTO_ABOVE and 4 * n * dimension > AUTO_ABOVE_BYTES and n_reference > 0
+        return min(AUTO_COMPONENTS, n_reference // 2) if wide else None
+    return None if reduction is None or int(reduction) >= dimension else int(reduction)
 
 
 def _held(n: int, dimension: int, seed: int) -> NDArray[np.intp] | None:
@@ -390,7 +398,7 @@ class _Chunks:
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         start = 0
-        for raw in self._source.chunks(rows_at_once(int(np.prod(self._source.record_shape)), _CHUNK)):
+        for raw in self._source.chunks(rows_at_once(math.prod(self._source.record_shape) // 4, _CHUNK)):
             yield torch.from_numpy(_plain_numbers(self._name, start, raw))
             start += len(raw)
 
@@ -433,8 +441,9 @@ def _read(
     result = torch.empty((len(source) if keep is None else len(keep), width), dtype=torch.float32, device=device)
     digests: list[bytes] = []
     start = filled = 0
+    # raw records are small beside float64, and networks like larger batches
     most = max(PROBE, min(_CHUNK, _VECTORS // descriptor.dimension))
-    for raw in source.chunks(rows_at_once(int(np.prod(source.record_shape)), most)):
+    for raw in source.chunks(rows_at_once(math.prod(source.record_shape) // 4, most)):
         own = record_digests(raw)
         digests += own
         batch = torch.from_numpy(_plain_numbers(name, start, raw))
@@ -442,14 +451,14 @@ def _read(
         key = cache.key(descriptor.digest, str(device), tag, b"".join(own))
         vectors = cache.load(key, (len(raw), width))
         if vectors is None:
-            vectors = _vectors(name, start, batch.to(device), psi, descriptor.dimension)
+            vectors = _vectors(name, start, to_device(batch, device), psi, descriptor.dimension)
             if reduction is not None:
                 vectors = vectors.clone()  # may be the source's own memory
                 if then is not None:
                     then(vectors)
                 vectors = reduction.apply(vectors)
             cache.store(key, vectors)
-        vectors = vectors.to(device)
+        vectors = to_device(vectors, device)
         if keep is not None:
             inside = keep[(keep >= start) & (keep < start + len(raw))] - start
             vectors = vectors[torch.from_numpy(inside).to(device)]

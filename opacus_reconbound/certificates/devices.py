@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["float64_device", "rows_at_once", "to_float64"]
+__all__ = ["float64_device", "rows_at_once", "to_device", "to_float64"]
 
-_ELEMENTS = 2**22
+_ELEMENTS = 2**20
 
 
 def float64_device(device: torch.device) -> torch.device:
@@ -19,6 +19,13 @@ def to_float64(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(float64_device(tensor.device)).to(torch.float64)  # in this order: no float64 on the device
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on the device, in float32 where it is float64 and the device has none."""
+    if tensor.dtype == torch.float64 and float64_device(device) != device:
+        tensor = tensor.to(torch.float32)
+    return tensor.to(device)
+
+
 def rows_at_once(width: int, most: int = 4096) -> int:
-    """How many records of that many entries to take at once: about four million numbers, 32 MiB in float64."""
+    """How many records of that many entries to take at once: about a million numbers, 8 MiB in float64."""
     return max(1, min(most, _ELEMENTS // max(1, width)))

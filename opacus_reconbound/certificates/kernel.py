@@ -14,13 +14,13 @@ neither the number of threads nor that of processes changes a bit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from opacus_reconbound.certificates.devices import float64_device, rows_at_once, to_float64
-from opacus_reconbound.certificates.parallel import Counter, Progress, in_order, shared_out
+from opacus_reconbound.certificates.parallel import Counter, Progress, in_order
 from opacus_reconbound.certificates.ranks import current_ranks
 from opacus_reconbound.units import nats_to_bits
 
@@ -37,11 +37,14 @@ _GROUPS = 24  # of rows of tiles: equal shares for 2, 3, 4, 6, 8, 12 and 24 proc
 
 @contextmanager
 def strict_float32() -> Iterator[None]:
-    """Full float32 products, whatever the process has set (TF32 and bfloat16 shortcuts would break the bound)."""
+    """Full float32 products, whatever is set around (TF32, bfloat16 and autocast would break the bound)."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        yield
+        with ExitStack() as stack:
+            for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+                stack.enter_context(torch.autocast(device, enabled=False))
+            yield
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -214,21 +217,21 @@ def log_kernel_means(
     mine = list(range(0, len(z), chunk))[ranks.rank :: ranks.size]
     counter = Counter(progress, sum(len(z[start : start + chunk]) for start in mine))
 
-    def evaluate(starts: Sequence[int]) -> None:
-        for start in starts:
-            rows = slice(start, start + chunk)
-            cost = costs(z[rows], points, half_z[rows], half_p)
-            nearest = cost.min(dim=1, keepdim=True).values
-            cost -= nearest
-            for g, kernel in ladder.kernels(cost):
-                total = torch.zeros(len(cost), dtype=torch.float64, device=home)
-                for first in range(0, len(points), _TILE):
-                    piece = slice(first, first + _TILE)
-                    total += to_float64(torch.mv(kernel[:, piece], weights[g, piece]))
-                result[g, rows] = (total / len(points)).log() - to_float64(nearest[:, 0]) / ladder.temperatures[g]
-            counter.add(len(cost))
+    def evaluate(start: int) -> None:
+        rows = slice(start, start + chunk)
+        cost = costs(z[rows], points, half_z[rows], half_p)
+        nearest = cost.min(dim=1, keepdim=True).values
+        cost -= nearest
+        for g, kernel in ladder.kernels(cost):
+            total = torch.zeros(len(cost), dtype=torch.float64, device=home)
+            for first in range(0, len(points), _TILE):
+                piece = slice(first, first + _TILE)
+                total += to_float64(torch.mv(kernel[:, piece], weights[g, piece]))
+            result[g, rows] = (total / len(points)).log() - to_float64(nearest[:, 0]) / ladder.temperatures[g]
+        counter.add(len(cost))
 
     with strict_float32():
-        shared_out(evaluate, mine, z.device)
+        for _ in in_order(evaluate, mine, z.device, counter):
+            pass
     ranks.add_up(result)
     return result

@@ -70,7 +70,8 @@ def in_order(
 ) -> Iterator[Result]:
     """What ``work`` makes of each item, in the order of the items, whichever worker is done first.
 
-    So a sum of the results has the same bits for any number of threads. Two results a worker wait at most.
+    So a sum of the results has the same bits for any number of threads. Two results a worker wait at most. When one
+    item fails, or the caller stops, the others end at their next report.
 
     Args:
         work: on one item; it may call ``counter.add``, through which an interruption reaches it.
@@ -83,17 +84,32 @@ def in_order(
         if count <= 1:
             yield from map(work, items)
             return
+
+        def guarded(item: Item) -> Result:
+            try:
+                return work(item)
+            except BaseException:
+                counter.stop()
+                raise
+
         rest = iter(items)
         with ThreadPoolExecutor(count) as pool:
-            waiting: deque[Future[Result]] = deque(pool.submit(work, item) for item in islice(rest, _WAITING * count))
+            waiting: deque[Future[Result]] = deque(
+                pool.submit(guarded, item) for item in islice(rest, _WAITING * count)
+            )
             try:
                 while waiting:
                     result = waiting.popleft().result()
-                    waiting.extend(pool.submit(work, item) for item in islice(rest, 1))
+                    waiting.extend(pool.submit(guarded, item) for item in islice(rest, 1))
                     yield result
-            except BaseException:
+            except BaseException as error:
                 counter.stop()
                 pool.shutdown(wait=True, cancel_futures=True)
+                if isinstance(error, _StoppedError):  # another item's failure is why
+                    for future in waiting:
+                        cause = None if future.cancelled() else future.exception()
+                        if cause is not None and not isinstance(cause, _StoppedError):
+                            raise cause from None
                 raise
 
 

@@ -188,6 +188,8 @@ class DatasetRecords:
         record = item[0] if isinstance(item, tuple) and item else item
         if isinstance(record, list) and record and _holds_numbers(record[0]):
             record = record[0]
+        if isinstance(record, np.ma.MaskedArray):
+            raise DataError(f"{where} is a masked array, and masks are not read. Fill the masked entries.")
         try:
             array = np.asarray(_plain(record))
         except ValueError as error:

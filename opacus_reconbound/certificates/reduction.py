@@ -23,10 +23,12 @@ from opacus_reconbound.certificates.devices import float64_device, rows_at_once,
 from opacus_reconbound.errors import DataError
 from opacus_reconbound.representations.base import tensor_digest
 
-__all__ = ["AUTO_ABOVE", "AUTO_COMPONENTS", "Reduction", "fit_reduction"]
+__all__ = ["AUTO_ABOVE", "AUTO_ABOVE_BYTES", "AUTO_COMPONENTS", "Reduction", "fit_reduction"]
 
 AUTO_ABOVE = 4_096
-"""Representations with more coordinates than this are reduced unless told otherwise."""
+"""Representations with more coordinates than this are reduced unless told otherwise,"""
+AUTO_ABOVE_BYTES = 3 * 2**30
+"""where all vectors together would take more memory than this."""
 AUTO_COMPONENTS = 2_048
 """Coordinates that are kept then."""
 

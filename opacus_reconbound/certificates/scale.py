@@ -78,7 +78,7 @@ def trace_point(reference: torch.Tensor, chunk: int | None = None) -> tuple[torc
 
     Args:
         reference: (n, m), any floating dtype.
-        chunk: records at a time; by default as many as fit into about 32 MiB.
+        chunk: records at a time; by default as many as fit into about 8 MiB.
 
     Returns:
         The mean (m,) in float64, on the host where the device has none, and tr Σ̂.

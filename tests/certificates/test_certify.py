@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from opacus_reconbound.certificates.replica import DEFAULT_TEMPERATURES
 from opacus_reconbound.errors import DataError, InvalidValueError, OverlapError
 from opacus_reconbound.representations import Pixels, Representation, RepresentationDescriptor
 
+ROOT = Path(__file__).resolve().parents[2]
 Images = NDArray[np.uint8]
 DIGITS: Images = load_digits().images.astype(np.uint8)[np.random.default_rng(0).permutation(1797)]
 PSI = Pixels(value_range=(0, 16))
@@ -149,6 +152,50 @@ def test_the_same_seed_gives_the_same_digest(certificate: SourceCertificate) -> 
     assert digits().digest == certificate.digest
     assert digits(seed=1).digest != certificate.digest
     assert digits(seed=1).designs == certificate.designs  # the replica designs draw nothing
+
+
+@pytest.mark.parametrize("designs", ["fast", "all"])
+def test_the_number_of_threads_does_not_matter(designs: str) -> None:
+    before, found = torch.get_num_threads(), set()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.add(digits(designs=designs, pairs=[(8, 1.6), (4, 0.4)]).to_json())
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+def test_memory_stays_near_the_matrix_of_vectors(tmp_path: Path) -> None:
+    """The peak of a process of its own, above what importing takes; the mapped file counts as well."""
+    n, d = 1100, 49_152
+    data = np.lib.format.open_memmap(tmp_path / "d.npy", mode="w+", dtype=np.uint8, shape=(n, d))
+    rng = np.random.default_rng(0)
+    for row in data:
+        row[:] = rng.integers(0, 256, size=d, dtype=np.uint8)
+    data.flush()
+    script = (
+        "import re, sys, numpy as np\n"
+        "from opacus_reconbound import certify\n"
+        "peak = lambda: 1024 * int(re.search('VmHWM:\\\\s+(\\\\d+)', open('/proc/self/status').read())[1])\n"
+        "small = np.random.default_rng(0).integers(0, 256, (300, 9), np.uint8)\n"
+        "certify(small[:100], small[100:], allow_repeats=True, temperatures=[.4])\n"
+        "before, x = peak(), np.load(sys.argv[1], mmap_mode='r')\n"
+        "certify(x[:100], x[100:], temperatures=[.4])\n"
+        "print(peak() - before)"
+    )
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "d.npy")],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    assert 4 * n * d < int(done.stdout) < 4 * n * d + n * d + 60 * 2**20
 
 
 def test_other_containers_of_the_same_records(certificate: SourceCertificate, tmp_path: Path) -> None:

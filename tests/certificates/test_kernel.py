@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from threading import Lock
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.special import logsumexp
 
 from opacus_reconbound.certificates import kernel
 from opacus_reconbound.certificates.kernel import (
@@ -20,7 +23,7 @@ from opacus_reconbound.certificates.kernel import (
     pair_sums,
     strict_float32,
 )
-from opacus_reconbound.certificates.parallel import Counter, shared_out
+from opacus_reconbound.certificates.parallel import Counter, in_order, shared_out, workers
 
 CPU = torch.device("cpu")
 LADDERS = {
@@ -116,10 +119,22 @@ def adversarial(kind: str, rng: np.random.Generator) -> np.ndarray:
         z = rng.normal(size=(40, 600))
         z[:, 0] = 1e6 + 1e4 * z[:, 0]
         return z
+    if kind == "images of 49,152 entries":
+        return 0.3 + rng.normal(size=(12, 49_152)) / 222
+    if kind == "all scales":  # of coordinates and of records
+        return rng.normal(size=(30, 5000)) * 10.0 ** rng.uniform(-7, 1, 5000) * 10.0 ** rng.uniform(-4, 0, (30, 1))
+    if kind == "one sign":  # every rounding of the running sums goes the same way
+        return np.full((6, 8192), 1.0 + 2.0**-13) + 2.0**-20 * rng.integers(0, 2, size=(6, 8192))
     return rng.normal(size=(40, 1)) * 1e-10
 
 
-@pytest.mark.parametrize("kind", ["random", "large norms", "antipodal", "wide", "one large coordinate", "tiny"])
+KINDS = (
+    "random", "large norms", "antipodal", "wide", "one large coordinate", "tiny", "images of 49,152 entries",
+    "all scales", "one sign",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_cost_error_bounds_the_error(kind: str) -> None:
     """The vectors are rounded to float32 too; the exact cost is that of the unrounded ones."""
     worst = 0.0
@@ -139,6 +154,30 @@ def test_cost_error_bounds_the_error(kind: str) -> None:
 def test_cost_error_grows_with_dimension_and_norm() -> None:
     assert cost_error(256, 1.0) < cost_error(257, 1.0) < cost_error(5000, 1.0)
     assert cost_error(784, 3.0) == pytest.approx(3.0 * cost_error(784, 1.0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spread", [0.05, 1.0])
+def test_both_errors_bound_what_the_sums_are_off(kind: str, spread: float) -> None:
+    """Against float64 on the unrounded vectors, in units in which the allowance is not everything."""
+    z = adversarial(kind, np.random.default_rng(7))
+    exact = exact_costs(z, z)
+    largest = float((z**2).sum(1).max())
+    temperature = max(spread * float(np.median(exact)), 3.0 * cost_error(z.shape[1], largest))
+    ladder = KernelLadder.plan((2 * temperature, temperature, 0.7 * temperature))
+    w = weights(3, len(z), 8)
+    x = torch.from_numpy(z.astype(np.float32))
+    sums = pair_sums(x, torch.from_numpy(w), ladder).numpy()
+    means = log_kernel_means(x, x, torch.from_numpy(w), ladder).numpy()
+    for g, epsilon in enumerate(ladder.temperatures):
+        allowed = cost_error(z.shape[1], largest) / epsilon + SUM_ERROR
+        exponents = np.log(w[g].astype(np.float64)) - exact / epsilon
+        np.testing.assert_allclose(means[g], logsumexp(exponents, axis=1) - math.log(len(z)), rtol=0, atol=allowed)
+        np.fill_diagonal(exponents, -np.inf)
+        without = logsumexp(exponents, axis=1) - math.log(len(z))
+        normal = without > -60  # float32 kernels below that lose digits: they only ever count as less
+        assert (sums[g] <= np.exp(without + allowed)).all()
+        np.testing.assert_allclose(np.log(sums[g][normal]), without[normal], rtol=0, atol=allowed)
 
 
 def lattice(n: int) -> np.ndarray:
@@ -285,11 +324,79 @@ def test_every_item_is_dealt_once(count: int) -> None:
     assert len(hands) == min(count, torch.get_num_threads())
 
 
-@pytest.mark.usefixtures("_threads")
-def test_the_same_threads_give_the_same_bits() -> None:
-    z, w = torch.from_numpy(sample(1100, 3, 3)), torch.from_numpy(weights(2, 1100, 4))
+def with_threads(count: int, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        return call()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_any_number_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "_TILE", 16)
+    z, w = torch.from_numpy(sample(1500, 3, 3)), torch.from_numpy(weights(2, 1500, 4))
     ladder = KernelLadder.plan((0.4, 0.3))
-    assert torch.equal(pair_sums(z, w, ladder), pair_sums(z, w, ladder))
+    for call in (lambda: pair_sums(z, w, ladder), lambda: log_kernel_means(z, z, w, ladder, chunk=64)):
+        first = with_threads(1, call)
+        for count in (2, 3, 7):
+            assert torch.equal(with_threads(count, call), first)
+
+
+@pytest.mark.usefixtures("_threads")
+def test_results_come_in_order_and_few_wait() -> None:
+    alive, most, lock = 0, 0, Lock()
+
+    def work(item: int) -> int:
+        nonlocal alive, most
+        with lock:
+            alive += 1
+            most = max(most, alive)
+        time.sleep(0.002 * (item % 3 == 0))  # the first ones are slow
+        assert torch.get_num_threads() == 1
+        return item
+
+    found = []
+    for item in in_order(work, range(60), CPU, Counter(None, 60)):
+        found.append(item)
+        with lock:
+            alive -= 1
+    assert found == list(range(60))
+    assert most <= 2 * workers(CPU) + 1
+
+
+def test_a_failure_stops_the_other_threads() -> None:
+    steps = 0
+
+    def call() -> torch.Tensor:
+        counter = Counter(None, 10**6)
+
+        def work(item: int) -> None:
+            nonlocal steps
+            if item == 1:
+                raise KeyError("second")
+            for _ in range(10**4):
+                counter.add()
+                steps += 1
+                time.sleep(0.001)
+
+        for _ in in_order(work, range(50), CPU, counter):
+            pass
+        return torch.empty(0)
+
+    with pytest.raises(KeyError, match="second"):
+        with_threads(2, call)
+    assert steps < 2000
+
+
+@pytest.mark.usefixtures("_threads")
+def test_autocast_around_changes_no_bit() -> None:
+    z, w = torch.from_numpy(sample(600, 3, 3)), torch.from_numpy(weights(1, 600, 4))
+    ladder = KernelLadder.plan((0.4,))
+    calls = (lambda: pair_sums(z, w, ladder), lambda: log_kernel_means(z, z[:50], w[:, :50], ladder))
+    before = [call() for call in calls]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(torch.equal(call(), found) for call, found in zip(calls, before, strict=True))
 
 
 def test_counter_without_a_listener() -> None:

@@ -202,6 +202,7 @@ REFUSALS: dict[str, tuple[Any, str]] = {
     "numbers": (Items(lambda i, r: (int(r[0, 2]), 3)), r"estimation\[0\] is a single number"),
     "nested ragged": (Items(at(3, [[1, 2], [3]])), r"estimation\[3\] is no record"),
     "deep images": (Items(at(4, Image.new("I;16", (8, 8)))), r"estimation\[4\] is no record: images of mode I;16"),
+    "masks": (Items(lambda i, r: np.ma.masked_equal(r, 0)), r"estimation\[0\] is a masked array"),
     "empty": (Items(records=DIGITS[:0]), "estimation data set is empty"),
     "no length": (Growing(), r"estimation data set has no length.*__len__"),
     "random": (Jittered(), r"estimation\[\d+\] is another record each time.*random transforms"),

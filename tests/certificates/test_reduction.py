@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,16 @@ def test_too_many_coordinates_for_the_sample() -> None:
 # ---- certificates ----------------------------------------------------------------------------------------------------
 
 
-def test_a_wide_representation_is_reduced_and_says_so() -> None:
+MODULE = sys.modules["opacus_reconbound.certificates.certify"]
+
+
+def test_a_wide_representation_is_reduced_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     psi = wide()
-    found, all_coordinates = digits(representation=psi), digits(representation=psi, reduction=None)
+    all_coordinates = digits(representation=psi, reduction=None)
+    monkeypatch.setattr(MODULE, "AUTO_ABOVE_BYTES", 4 * 1797 * 5000)
+    assert digits(representation=psi) == all_coordinates  # they just fit
+    monkeypatch.setattr(MODULE, "AUTO_ABOVE_BYTES", 4 * 1797 * 5000 - 1)
+    found = digits(representation=psi)
     stated = found.settings["reduction"]
     assert (stated["components"], stated["of"], stated["fitted_on"]) == (200, 5000, 400)
     assert 0.999 < stated["variance_kept"] <= 1.0  # the vectors vary in 64 directions
@@ -133,10 +141,8 @@ def test_coverage_at_zero_leakage() -> None:
 
 
 def test_reference_vectors_beyond_memory_are_a_random_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    module = sys.modules["opacus_reconbound.certificates.certify"]
-    monkeypatch.setattr(module, "_REFERENCE_BYTES", 100 * 5000 * 4)
+    monkeypatch.setattr(MODULE, "AUTO_ABOVE_BYTES", 0)
+    monkeypatch.setattr(MODULE, "_REFERENCE_BYTES", 100 * 5000 * 4)
     found = digits(representation=wide())
     assert found.settings["reference_used"] == 100
     assert found.reference.n == 400
