@@ -112,10 +112,12 @@ class Representation(torch.nn.Module, ABC):
     Attributes:
         value_range: least and largest value that an entry of a record can take; None where it is not declared.
         keeps_values: whether the output's entries are entries of the record, or means of them, and so in its range.
+        uses_range: whether the map or its range B depends on ``value_range``.
     """
 
     value_range: tuple[float, float] | None = None
     keeps_values: bool = False
+    uses_range: bool = False
 
     @abstractmethod
     def forward(self, records: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,8 @@ class Composition(Representation):
         stages: at least two representations; compositions among them are taken apart.
 
     Raises:
-        InvalidValueError: a stage gives values outside the range that the next one declares.
+        InvalidValueError: at use, a stage gives values outside the range that the next one declares, or in a range
+            that is not known.
 
     Example:
         >>> (Crop(8, 8, 12, 12) | Pixels()).describe((28, 28)).name
@@ -45,7 +46,8 @@ class Composition(Representation):
             raise InvalidValueError("A composition needs at least two representations.")
         self.stages = torch.nn.ModuleList(flat)
         self._resolve_first()
-        self.value_range = flat[0].value_range
+        self.value_range = self._stages()[0].value_range
+        self.uses_range = flat[0].uses_range
         self.keeps_values = all(stage.keeps_values for stage in flat)
 
     def _resolve_first(self) -> None:
@@ -69,9 +71,15 @@ class Composition(Representation):
         before: Representation | None = None
         given: tuple[float, float] | None = None
         for stage in self._stages():
-            if before is not None and given is not None:
+            if before is not None and stage.uses_range:
                 declared = stage.value_range
-                if declared is None:
+                if given is None:
+                    if declared is None:
+                        raise InvalidValueError(
+                            f"Nothing is known of the range of what {_name(before)} gives. Declare the value_range of "
+                            f"{_name(stage)} behind it."
+                        )
+                elif declared is None:
                     stage = _with_range(stage, given)
                 elif given[0] < declared[0] or given[1] > declared[1] or (before.keeps_values and given != declared):
                     raise InvalidValueError(
@@ -83,16 +91,26 @@ class Composition(Representation):
 
     def forward(self, records: torch.Tensor) -> torch.Tensor:
         """All stages, one after another."""
-        stages = [stage for stage, _ in self.along(tuple(records.shape[1:]))]
-        for stage in stages[:-1]:
+        vectors: torch.Tensor
+        *first, last = self._steps(records)
+        for stage, verify in first:
+            records = _checked(stage, records, verify)
             records = stage.transform(records)
-        vectors: torch.Tensor = stages[-1](records)
+        vectors = last[0](_checked(last[0], records, last[1]))
         return vectors
+
+    def _steps(self, records: torch.Tensor) -> list[tuple[Representation, bool]]:
+        """The stages, and whether a declared range has to be checked on what reaches them."""
+        steps, known = [], True  # the first is checked on the raw records
+        for stage, shape in self.along(tuple(records.shape[1:])):
+            steps.append((stage, stage.uses_range and not known))
+            known = stage.output_range(shape) is not None
+        return steps
 
     def transform(self, records: torch.Tensor) -> torch.Tensor:
         """All stages, in the last one's layout."""
-        for stage, _ in self.along(tuple(records.shape[1:])):
-            records = stage.transform(records)
+        for stage, verify in self._steps(records):
+            records = stage.transform(_checked(stage, records, verify))
         return records
 
     def output_shape(self, record_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -167,6 +185,12 @@ class _Through:
             before = self._stages[0] if len(self._stages) == 1 else Composition(*self._stages)
             with torch.no_grad():
                 yield before.transform(chunk)
+
+
+def _checked(stage: Representation, records: torch.Tensor, verify: bool) -> torch.Tensor:
+    if verify:
+        stage.check(records)
+    return records
 
 
 def _with_range(stage: Representation, value_range: tuple[float, float]) -> Representation:

@@ -37,6 +37,7 @@ class _Linear(Representation):
     """What the linear representations share; a subclass names itself, transforms, and states its sizes."""
 
     kind: str
+    uses_range = True
 
     def __init__(self, value_range: tuple[float, float] | None) -> None:
         super().__init__()

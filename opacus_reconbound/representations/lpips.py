@@ -52,6 +52,7 @@ class LPIPS(Representation):
     """
 
     kind = "lpips"
+    uses_range = True
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class LPIPS(Representation):
         model, self._eps = _build(net, None if weights is None else Path(weights))
         self.scaling, self.net = model.scaling_layer, model.net
         self._layers = int(model.L)
-        diameter = 0.0
+        diameter = largest = 0.0
         for layer in range(self._layers):
             head = getattr(model, f"lin{layer}").model[-1].weight.detach().flatten()
             if not bool((head >= 0.0).all()):
@@ -80,7 +81,8 @@ class LPIPS(Representation):
             root = head.sqrt()
             self.register_buffer(f"root{layer}", root[None, :, None, None])
             diameter += 2.0 * float(root.max().double() ** 2)
-        self._diameter = diameter
+            largest = max(largest, float(root.max()))
+        self._diameter, self._largest = diameter, largest
         self._digest = tensor_digest(
             {name: value for name, value in self.state_dict().items() if not name.endswith("num_batches_tracked")}
         )
@@ -153,6 +155,10 @@ class LPIPS(Representation):
             squared_diameter=self._diameter,
             peak=None,
         )
+
+    def output_range(self, record_shape: tuple[int, ...]) -> tuple[float, float]:
+        """0 to the largest √w: normalised features lie in [0, 1]."""
+        return 0.0, self._largest * (1.0 + 1e-5)
 
     def check(self, records: torch.Tensor) -> None:
         """Refuse values outside the declared range, and fractions in [0, 1] under the 8-bit range."""

@@ -32,6 +32,7 @@ class Pixels(Representation):
 
     value_range: tuple[float, float]
     keeps_values = True
+    uses_range = True
 
     def __init__(self, value_range: tuple[float, float] = EIGHT_BIT) -> None:
         super().__init__()

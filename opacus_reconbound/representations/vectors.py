@@ -173,6 +173,17 @@ class Vectors(Representation):
                 "the range that values can take in advance, or a clip_radius."
             )
 
+    def output_range(self, record_shape: tuple[int, ...]) -> tuple[float, float] | None:
+        """± R, or the interval that holds every scaled entry."""
+        if self.clip_radius is not None:
+            return -self.clip_radius, self.clip_radius
+        if self._ranges is None:
+            return None
+        ends = self._ranges - (0.0 if self.centre is None else self.centre.cpu()[:, None])
+        ends = ends * (1.0 if self.scale is None else self.scale.cpu()[:, None])
+        slack = 1e-6 * float(ends.abs().max())
+        return float(ends.min()) - slack, float(ends.max()) + slack
+
     def operator_norm(self, record_shape: tuple[int, ...]) -> float | None:
         """The largest weight; a clip to a ball brings no two vectors further apart."""
         return 1.0 if self.scale is None else float(self.scale.max())

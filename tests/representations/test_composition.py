@@ -19,6 +19,7 @@ from opacus_reconbound.representations import (
     Coordinates,
     Crop,
     Downsample,
+    Encoder,
     LinearMap,
     LowFrequencies,
     Mask,
@@ -94,6 +95,35 @@ def test_a_range_that_is_declared_behind_reaches_the_front() -> None:
 def test_ranges_that_disagree(psi: Representation) -> None:
     with pytest.raises(InvalidValueError, match=r"gives values in .* is declared for .*Declare one value_range"):
         psi.describe((28, 28))
+
+
+def test_a_range_that_nobody_knows_has_to_be_declared_and_is_checked() -> None:
+    module = torch.nn.Flatten().eval()
+    unknown = Encoder(module, squared_diameter=1e9, provenance="none")
+    eye = np.eye(784)[:2]
+    with pytest.raises(InvalidValueError, match=r"Nothing is known of the range of what encoder gives.*of linear"):
+        (unknown | LinearMap(eye)).describe((28, 28))
+    psi = unknown | LinearMap(eye, value_range=(0, 100))
+    assert psi.describe((28, 28)).squared_diameter == pytest.approx(2 * 100**2)
+    psi(X[:, :, :] // 4)
+    for use in (psi, psi.transform):
+        with pytest.raises(DataError, match=r"outside the declared value_range \(0, 100\)"):
+            use(X)
+    # a scaled clip and an encoder's clip are known
+    for first in (Vectors(clip_radius=3.0), Encoder(module, clip_radius=3.0, provenance="none")):
+        assert (first | LinearMap(eye)).describe((28, 28)).squared_diameter == pytest.approx(36)  # L² (2R)²
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_vectors_state_where_their_entries_lie(centred: bool) -> None:
+    psi = Vectors(ranges=[(-1, 3), (0, 2)], scale="reference" if centred else [2.0, 5.0])
+    corners = torch.tensor([[-1.0, 0.0], [3.0, 2.0], [-1.0, 2.0], [3.0, 0.0]])
+    psi = psi.fit([corners])
+    interval = psi.output_range((2,))
+    z = psi(corners)
+    assert interval is not None
+    assert interval[0] <= float(z.min()) <= interval[0] + 1e-3
+    assert interval[1] - 1e-3 <= float(z.max()) <= interval[1]
 
 
 def test_what_is_no_stage() -> None:
