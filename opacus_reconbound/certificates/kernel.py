@@ -118,8 +118,11 @@ def costs(x: torch.Tensor, y: torch.Tensor, half_x: torch.Tensor, half_y: torch.
 def half_square_norms(z: torch.Tensor) -> torch.Tensor:
     """‖z‖²/2 per row, in float64 arithmetic, rounded to float32."""
     rows = rows_at_once(z.shape[1])
-    parts = [to_float64(z[start : start + rows]).square().sum(dim=1) for start in range(0, len(z), rows)]
-    return (0.5 * torch.cat(parts)).to(torch.float32).to(z.device)
+    # filled in place: small results kept between large temporaries would fragment the heap
+    result = torch.empty(len(z), dtype=torch.float64, device=float64_device(z.device))
+    for start in range(0, len(z), rows):
+        result[start : start + rows] = to_float64(z[start : start + rows]).square().sum(dim=1)
+    return (0.5 * result).to(torch.float32).to(z.device)
 
 
 def pair_sums(

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from opacus_reconbound import _validate
-from opacus_reconbound.certificates.devices import rows_at_once, to_float64
+from opacus_reconbound.certificates.devices import float64_device, rows_at_once, to_float64
 from opacus_reconbound.certificates.margins import empirical_bernstein
 from opacus_reconbound.errors import DataError, InvalidValueError
 
@@ -135,14 +135,13 @@ def trace_upper(reference: torch.Tensor, *, level: float, squared_diameter: floa
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(reference), generator=generator).to(reference.device)
     pairs = len(reference) // 2
-    halves = []
     rows = rows_at_once(reference.shape[1])
+    y = torch.empty(pairs, dtype=torch.float64, device=float64_device(reference.device))
     for start in range(0, pairs, rows):
         stop = min(start + rows, pairs)
         difference = to_float64(reference[order[start:stop]])
         difference -= to_float64(reference[order[pairs + start : pairs + stop]])
-        halves.append(0.5 * difference.square_().sum(dim=1))
-    y = torch.cat(halves)
+        y[start:stop] = 0.5 * difference.square_().sum(dim=1)
     if float(y.max()) > 0.5 * squared_diameter * (1.0 + 1e-5):
         raise DataError(
             f"Two reference records have a squared distance of {2.0 * float(y.max()):.6g}, more than the "

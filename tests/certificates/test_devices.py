@@ -76,7 +76,7 @@ def nearer(value: Any) -> Any:
 @contextmanager
 def no_float64_on_the_far_device() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("devices", "kernel", "replica", "rotation", "mixture"):
+        for name in ("devices", "kernel", "replica", "rotation", "mixture", "scale"):
             module = __import__(f"opacus_reconbound.certificates.{name}", fromlist=["float64_device"])
             if hasattr(module, "float64_device"):
                 patch.setattr(module, "float64_device", lambda device: torch.device("cpu") if device == FAR else device)
