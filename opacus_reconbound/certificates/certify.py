@@ -16,7 +16,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from opacus_reconbound import _validate
@@ -29,7 +28,7 @@ from opacus_reconbound.certificates.designs import Design
 from opacus_reconbound.certificates.devices import float64_device, rows_at_once, to_device, to_float64
 from opacus_reconbound.certificates.parallel import Progress, one_tensor_thread
 from opacus_reconbound.certificates.ranks import Ranks, shared_among
-from opacus_reconbound.certificates.records import ArrayRecords, RecordSource, as_source
+from opacus_reconbound.certificates.records import ArrayRecords, Records, RecordSource, as_source
 from opacus_reconbound.certificates.reduction import (
     AUTO_ABOVE,
     AUTO_ABOVE_BYTES,
@@ -75,8 +74,8 @@ _KINDS: dict[str, tuple[str, ...]] = {
 
 
 def certify(
-    reference: NDArray[Any] | torch.Tensor | Dataset[Any] | RecordSource | Sequence[Any] | None,
-    estimation: NDArray[Any] | torch.Tensor | Dataset[Any] | RecordSource | Sequence[Any],
+    reference: Records | None,
+    estimation: Records,
     *,
     representation: Representation | None = None,
     designs: Designs | Sequence[str] = "fast",
@@ -104,10 +103,11 @@ def certify(
     every leakage at once.
 
     Args:
-        reference: D_perp, records (n', ...): an array, a memory-mapped array, a tensor, or a map-style data set whose
-            items are records (tensors, arrays, 8-bit images) or tuples that begin with one. Read once, in order, a
-            chunk at a time. None, where there are no records to spare for it: then ``normaliser`` has to be declared
-            and ``designs="block"``, with a rotation that looks at no data.
+        reference: D_perp, records (n', ...): an array, a memory-mapped array, a tensor, the path of a ``.npy``, an
+            ``.npz`` or a folder of images (or several paths), a map-style data set or a list whose items are records
+            (tensors, arrays, 8-bit images) or tuples that begin with one, or a Lightning data module, whose training
+            records are meant. Read once, in order, a chunk at a time. None, where there are no records to spare for
+            it: then ``normaliser`` has to be declared and ``designs="block"``, with a rotation that looks at no data.
         estimation: D_est, records (n, ...), i.i.d. from the same source and disjoint from ``reference``. The more the
             tighter.
         representation: Ψ; ``Pixels()`` (8-bit raw values) unless given.
@@ -483,8 +483,12 @@ def _vectors(name: str, start: int, batch: torch.Tensor, psi: Representation, di
             f"The representation must map (n, ...) to (n, m), m = {dimension} by its description. It mapped "
             f"{tuple(batch.shape)} to {tuple(vectors.shape)}."
         )
-    if not bool(torch.isfinite(vectors).all()):
-        raise DataError(f"The representation is not finite on {name}[{start}:{start + len(batch)}].")
+    finite = torch.isfinite(vectors).all(dim=1)
+    if not bool(finite.all()):
+        raise DataError(
+            f"The representation is not finite on {name}[{start + int(finite.int().argmin())}]. Repair it, or leave "
+            "such records out."
+        )
     if start == 0:
         check_stable(psi, batch[:PROBE], vectors[:PROBE])
     return vectors.to(torch.float32)

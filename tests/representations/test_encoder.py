@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
 from typing import Any
 
@@ -52,7 +53,9 @@ class Fault(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         flat = x.flatten(1)
         if self.fault == "nan":
-            return torch.log(flat - 1000.0)
+            return torch.where(flat == 7.5, torch.nan, flat)
+        if self.fault == "dropout":
+            return nn.functional.dropout(flat + 1.0)  # by default in training mode, whatever the module's mode
         if self.fault == "chance":
             return flat + torch.rand_like(flat)
         if self.fault == "counter":
@@ -174,7 +177,7 @@ def test_training_mode_again_after_it_was_made() -> None:
 
 
 CERTIFY_REFUSES = {
-    "nan": r"not finite on reference\[0:200\]",
+    "dropout": "other vectors when it is called again.*dropout",
     "chance": "other vectors when it is called again.*dropout",
     "counter": "other vectors when it is called again",
     "batch": "changes with the other records in its batch",
@@ -191,6 +194,15 @@ def test_certify_refuses(fault: str) -> None:
         certify(
             RECORDS[:200], RECORDS[200:], representation=encoder(Fault(fault).eval(), clip_radius=1e5), progress=False
         )
+
+
+@pytest.mark.parametrize(("index", "where"), [(0, "reference[0]"), (131, "reference[131]"), (207, "estimation[7]")])
+def test_activations_that_are_not_finite_are_named(index: int, where: str) -> None:
+    records = np.round(RECORDS).astype(np.float32)
+    records[index, 3, 3] = 7.5
+    psi = encoder(Fault("nan").eval(), clip_radius=1e5)
+    with pytest.raises(DataError, match=rf"representation is not finite on {re.escape(where)}\."):
+        certify(records[:200], records[200:], representation=psi, allow_repeats=True, progress=False)
 
 
 def test_batch_norm_of_the_batch_is_refused() -> None:
