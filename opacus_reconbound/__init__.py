@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from opacus_reconbound.certificates.certificate import ReconstructionBound as ReconstructionBound
     from opacus_reconbound.certificates.certificate import SourceCertificate as SourceCertificate
     from opacus_reconbound.certificates.certify import certify as certify
+    from opacus_reconbound.certificates.plan import SplitPlan as SplitPlan
     from opacus_reconbound.engine import Forecast as Forecast
     from opacus_reconbound.engine import calibrate_noise as calibrate_noise
     from opacus_reconbound.engine import forecast as forecast
@@ -33,6 +34,7 @@ _HOMES = {
     "ReconstructionBudgetExceeded": "errors",
     "Schedule": "leakage.schedule",
     "SourceCertificate": "certificates.certificate",
+    "SplitPlan": "certificates.plan",
     "calibrate_noise": "engine",
     "certify": "certificates.certify",
     "forecast": "engine",
@@ -48,6 +50,7 @@ __all__ = [
     "ReconstructionBudgetExceeded",
     "Schedule",
     "SourceCertificate",
+    "SplitPlan",
     "calibrate_noise",
     "certify",
     "forecast",

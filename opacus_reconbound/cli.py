@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
@@ -207,6 +207,14 @@ def certify(
             help="Accept equal records in the two samples: the source repeats values, and they are independent draws.",
         ),
     ] = False,
+    splits: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="A plan saved by SplitPlan.save: DATA is split by it, or given samples are checked against it.",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(metavar="DEVICE", help="Where to compute: cpu, cuda, mps.")] = "cpu",
     as_json: AsJson = False,
 ) -> None:
@@ -244,6 +252,7 @@ def certify(
     from opacus_reconbound import _validate
     from opacus_reconbound._files import check_writable, open_records, refuse_repeats, split_key
     from opacus_reconbound.certificates.certify import certify as make
+    from opacus_reconbound.certificates.plan import SplitPlan
     from opacus_reconbound.certificates.records import SelectedRecords
     from opacus_reconbound.certificates.split import split_indices
     from opacus_reconbound.representations import Composition, Vectors, parse
@@ -282,8 +291,13 @@ def certify(
             raise InvalidValueError(f"Expected --normaliser point, ucb or a number. Found {normaliser!r}.") from None
     _check_device(device)
     refuse_repeats(sources)
+    plan = None if splits is None else SplitPlan.load(splits)
     samples: tuple[Any, Any]
-    if data:
+    if data and plan is not None:
+        if n_reference is not None or n_estimation is not None:
+            raise InvalidValueError("--n-reference and --n-estimation split DATA, and so does --splits. Choose one.")
+        samples = cast(Any, (plan.select(data, "reference"), plan.select(data, "estimation")))
+    elif data:
         arrays = open_records(data)
         total = sum(len(array) for array in arrays)
         first = min(10_000, total // 7) if n_reference is None else _validate.integer("--n-reference", n_reference)
@@ -319,6 +333,7 @@ def certify(
             reduction=kept,
             cache=cache,
             allow_repeats=allow_repeats,
+            splits=plan,
             device=device,
             checkpoint=partial,
         )

@@ -151,7 +151,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     picture(base / "channels/1.png", "RGB")
     picture(base / "deep/0.png", "I;16")
     picture(base / "broken/0.png")
-    (base / "broken/1.png").write_bytes((base / "broken/0.png").read_bytes()[:60])
+    (base / "broken/1.png").write_bytes((base / "broken/0.png").read_bytes()[:20])
     (base / "no-images").mkdir()
     (base / "no-images/readme.txt").write_text("hello")
     return base

@@ -31,7 +31,7 @@ def project() -> dict[str, Any]:
         (
             "opacus_reconbound",
             "Pixels ReconboundError ReconstructionBound ReconstructionBudgetExceeded Schedule SourceCertificate "
-            "calibrate_noise certify make_private_with_rho step_leakage forecast Forecast",
+            "SplitPlan calibrate_noise certify make_private_with_rho step_leakage forecast Forecast",
         ),
         ("opacus_reconbound.certificates.designs", "BlockDesign ReplicaDesign"),
         ("opacus_reconbound.lightning", "ReconstructionBoundCallback private_optimizer"),

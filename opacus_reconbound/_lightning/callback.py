@@ -20,6 +20,7 @@ from opacus_reconbound import _validate
 from opacus_reconbound._lightning.wiring import hooks_of, poisson_rate, remove_grad_sample_hooks, require_private_run
 from opacus_reconbound.accountants import MutualInformationAccountant, StepHook, discard_pending_step
 from opacus_reconbound.certificates.certificate import ReconstructionBound, SourceCertificate
+from opacus_reconbound.certificates.plan import SplitPlan
 from opacus_reconbound.engine import Forecast, forecast
 from opacus_reconbound.errors import AccountingError, InvalidValueError
 
@@ -50,6 +51,9 @@ class ReconstructionBoundMixin:
         delta: δ of the logged ε; by default N^-1.1 for N training records, as in the paper.
         epsilon_every_n_steps: how often ε is computed (it is slower than ρ*).
         verbose: print the forecast and the outcome.
+        splits: a ``SplitPlan`` or the path of one. A certificate that was not made from its D_perp and D_est is
+            refused, and before the first step a training set that is not its D_train: by the number of records, and
+            by the indices of a ``Subset``. D_train may overlap D_est.
 
     Logged metrics:
         ``reconstruction/rho_star``: ρ* so far, rounded down.
@@ -69,6 +73,7 @@ class ReconstructionBoundMixin:
         InvalidValueError: an argument is out of range.
         CertificateError: the certificate cannot be read.
         FloorUnreachableError: the certificate does not support the floor.
+        DataError: the certificate or the training set does not fit ``splits``.
         AccountingError: during training, where what runs is not what is accounted.
     """
 
@@ -80,10 +85,14 @@ class ReconstructionBoundMixin:
         delta: float | None = None,
         epsilon_every_n_steps: int = 50,
         verbose: bool = True,
+        splits: SplitPlan | str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(certificate, SourceCertificate):
             certificate = SourceCertificate.load(certificate)
         self.certificate = certificate
+        self.splits = splits if splits is None or isinstance(splits, SplitPlan) else SplitPlan.load(splits)
+        if self.splits is not None:
+            self.splits.check_made(certificate)
         self.min_rho = min_rho
         self.budget_bits = None if min_rho is None else certificate.leakage_budget(min_rho)
         self.delta = None if delta is None else _validate.fraction("delta", delta)
@@ -178,6 +187,8 @@ class ReconstructionBoundMixin:
             )
         loader = trainer.train_dataloader
         require_private_run(loader, self._found, world_size=trainer.world_size)
+        if self.splits is not None:
+            self.splits.check_training(loader.dataset)
         if self._restored is not None:
             accountant.load_state_dict(self._restored["accountant"])
             self._restored = None

@@ -27,6 +27,7 @@ from opacus_reconbound.certificates.checkpoint import Checkpoint, differences, p
 from opacus_reconbound.certificates.designs import Design
 from opacus_reconbound.certificates.devices import float64_device, rows_at_once, to_device, to_float64
 from opacus_reconbound.certificates.parallel import Progress, one_tensor_thread
+from opacus_reconbound.certificates.plan import Role, SplitPlan
 from opacus_reconbound.certificates.ranks import Ranks, shared_among
 from opacus_reconbound.certificates.records import ArrayRecords, Records, RecordSource, as_source
 from opacus_reconbound.certificates.reduction import (
@@ -91,6 +92,7 @@ def certify(
     reduction: Literal["auto"] | int | None = "auto",
     cache: str | os.PathLike[str] | None = None,
     allow_repeats: bool = False,
+    splits: SplitPlan | str | os.PathLike[str] | None = None,
     device: str | torch.device = "cpu",
     progress: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -132,6 +134,8 @@ def certify(
         cache: a folder for the vectors of the representation, so that an interrupted or repeated run does not compute
             them again. It is as sensitive as the records.
         allow_repeats: accept equal records in both samples, as independent draws of a source that repeats values.
+        splits: the plan that the samples were taken from, or its file. Samples that are not its D_perp and D_est are
+            refused, and the certificate names it in its settings.
         device: where to compute.
         progress: show progress bars (only on a terminal).
         checkpoint: a file for the kinds of designs that are finished. The same call with the same file goes on from
@@ -145,7 +149,7 @@ def certify(
         CertificateError: ``checkpoint`` belongs to another certificate, is damaged or cannot be written.
         InvalidValueError: an option is out of range.
         DataError: the records are empty, too few, not finite, constant, of the wrong shape or range.
-        OverlapError: the two samples share records.
+        OverlapError: the two samples share records, or the plan's do.
     """
     alpha = _validate.fraction("alpha", alpha)
     trace_level = _validate.fraction("trace_level", trace_level)
@@ -160,6 +164,11 @@ def certify(
         reduction = _validate.integer("reduction", reduction, minimum=1)
     _check_origin(reference_from, reference is None, declared, kinds)
     psi = Pixels() if representation is None else representation
+    plan = splits if splits is None or isinstance(splits, SplitPlan) else SplitPlan.load(splits)
+    planned: tuple[Role, ...] = () if plan is None else ("estimation",)
+    if plan is not None and reference is not None and reference_from == "source":
+        plan.check_certificate(allow_repeats=allow_repeats)
+        planned = ("reference", "estimation")
     source = as_source("estimation", estimation, _LEAST_ESTIMATION)
     nothing = ArrayRecords(np.empty((0, *source.record_shape), dtype=source.dtype))
     sources = (nothing if reference is None else as_source("reference", reference, _LEAST_REFERENCE), source)
@@ -173,6 +182,9 @@ def certify(
             f"The two samples have different types: reference {sources[0].dtype}, estimation "
             f"{sources[1].dtype}. Store both in the same type, so that shared records can be recognised."
         )
+    for role in planned:
+        assert plan is not None  # noqa: S101 - else nothing is planned
+        plan.check_size(role, len(sources[role == "estimation"]))
     ranks = Ranks.of_default_group() if distributed else Ranks()
     show = progress and ranks.rank == 0
     place = torch.device(device)
@@ -188,6 +200,9 @@ def certify(
     keep = None if components is None else keep
     with _bar("reference records", show) as report:
         perp = _read("reference", sources[0], psi, place, report, cache=features, keep=keep)
+    perp_summary = summarise(perp.digests)
+    if plan is not None and "reference" in planned:
+        plan.check_sample("reference", perp_summary)
     if reference is None or reference_from == "elsewhere":
         assert declared is not None  # noqa: S101 - checked above
         zeros = torch.zeros(descriptor.dimension, dtype=torch.float64, device=float64_device(place))
@@ -233,6 +248,9 @@ def certify(
             reduction=reduced,
             tag="" if reduced is None else f"{tensor_digest({'basis': reduced.basis, 'centre': centre})} {scale!r}",
         )
+    est_summary = summarise(est.digests)
+    if plan is not None:
+        plan.check_sample("estimation", est_summary)
     z_estimation = est.vectors
     if reference is None:
         largest = max(abs(float(z_estimation.max())), abs(float(z_estimation.min()))) * scale**0.5
@@ -258,10 +276,13 @@ def certify(
         "library version": library_version(),
         "torch version": torch.__version__,
     }
-    others = {"normaliser": normaliser, "trace_level": trace_level, "allow_repeats": allow_repeats}
+    others: dict[str, Any] = {"normaliser": normaliser, "trace_level": trace_level, "allow_repeats": allow_repeats}
+    others["splits"] = None if plan is None else plan.digest
     _refuse_other_ranks(ranks, key | others, trace, z_reference, z_estimation)
     finished = Checkpoint(None if checkpoint is None else Path(checkpoint), key, ranks)
     settings: dict[str, Any] = {"max_reference": max_reference}
+    if plan is not None:
+        settings["splits"] = plan.digest
     if reduced is not None:
         settings["reduction"] = key["reduction"]
     if keep is not None and len(keep) < len(sources[0]):
@@ -329,8 +350,8 @@ def certify(
         designs=tuple(found),
         trace=trace,
         representation=descriptor,
-        reference=summarise(perp.digests),
-        estimation=summarise(est.digests),
+        reference=perp_summary,
+        estimation=est_summary,
         alpha=alpha,
         alpha_split=shares,
         seed=seed,

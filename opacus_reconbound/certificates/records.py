@@ -45,15 +45,24 @@ class RecordSource(Protocol):
         ...
 
 
-Records: TypeAlias = "NDArray[Any] | torch.Tensor | str | os.PathLike[str] | Dataset[Any] | RecordSource | SupportsTraining | Sequence[Any]"
-
-
 class SupportsTraining(Protocol):
     """A Lightning data module, of either namespace."""
 
     def train_dataloader(self) -> Any:
         """The training loader."""
         ...
+
+
+Records: TypeAlias = (
+    NDArray[Any]
+    | torch.Tensor
+    | str
+    | os.PathLike[str]
+    | Dataset[Any]
+    | SupportsTraining
+    | RecordSource
+    | Sequence[Any]
+)
 
 
 class ArrayRecords:
