@@ -23,6 +23,7 @@ from sklearn.datasets import load_digits
 from opacus_reconbound import Pixels, Schedule, SourceCertificate, calibrate_noise, certify, forecast
 from opacus_reconbound.accountants import RDPMutualInformationAccountant
 from opacus_reconbound.certificates import BlockDesign, ReplicaDesign
+from opacus_reconbound.certificates.plan import SplitPlan
 from opacus_reconbound.certificates.scale import TraceScale
 from opacus_reconbound.certificates.split import SampleSummary, split_indices
 from opacus_reconbound.cli import main
@@ -199,6 +200,25 @@ def test_certify_splits(run: Runner, tmp_path: Path) -> None:
     shown = run(f"certify d.npy -o {target} --n-reference 200 --n-estimation 450 --seed 3 --json").json
     assert shown["digest"] == expected.digest == run(f"inspect {target} --json").json["digest"]
     assert shown["confidence"] == 0.95
+
+
+def test_certify_splits_by_a_plan(run: Runner, tmp_path: Path) -> None:
+    target, file = tmp_path / "c.json", tmp_path / "plan.json"
+    plan = SplitPlan.make(DIGITS, train=300, reference=200, estimation=450, independent=True, seed=5)
+    plan.save(file)
+    run(f"certify a.npy b.npy -o {target} --splits {file}")
+    samples = (DIGITS[plan.indices("reference")], DIGITS[plan.indices("estimation")])
+    assert SourceCertificate.load(target) == certify(*samples, splits=plan)
+    run.error(f"certify b.npy a.npy -o {target} --splits {file}", "reference sample is not the plan's D_perp")
+    run.error(f"certify a.npy -o {target} --splits {file}", "plan is about 700 records .* but the data are 200")
+    run.error(f"certify d.npy -o {target} --splits {file} --n-reference 200", "so does --splits. Choose one")
+    run.error(f"certify d.npy -o {target} --splits {tmp_path / 'none.json'}", "There is no plan at")
+    run.error(
+        f"certify --reference a.npy --estimation b.npy -o {target} --splits {file}", "estimation sample has 500 records"
+    )
+    SplitPlan.of(DIGITS, {"reference": range(200), "estimation": range(200, 700)}).save(file)
+    run(f"certify --reference a.npy --estimation b.npy -o {target} --splits {file}")
+    assert SourceCertificate.load(target).settings["splits"] == SplitPlan.load(file).digest
 
 
 def test_certify_takes_samples_as_they_are(run: Runner, tmp_path: Path) -> None:
