@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from opacus_reconbound.certificates.certificate import ReconstructionBound as ReconstructionBound
     from opacus_reconbound.certificates.certificate import SourceCertificate as SourceCertificate
     from opacus_reconbound.certificates.certify import certify as certify
+    from opacus_reconbound.certificates.plan import SplitPlan as SplitPlan
     from opacus_reconbound.checks import Finding as Finding
     from opacus_reconbound.checks import guard as guard
     from opacus_reconbound.checks import inspect as inspect
@@ -41,6 +42,7 @@ _HOMES = {
     "ReconstructionBudgetExceeded": "errors",
     "Schedule": "leakage.schedule",
     "SourceCertificate": "certificates.certificate",
+    "SplitPlan": "certificates.plan",
     "calibrate_noise": "engine",
     "certify": "certificates.certify",
     "fingerprint": "_fingerprint",
@@ -62,6 +64,7 @@ __all__ = [
     "ReconstructionBudgetExceeded",
     "Schedule",
     "SourceCertificate",
+    "SplitPlan",
     "calibrate_noise",
     "certify",
     "fingerprint",

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import struct
 import tempfile
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from opacus_reconbound._images import ImageFiles
 from opacus_reconbound.errors import DataError, InvalidValueError
 
-__all__ = ["check_writable", "open_records", "open_source", "refuse_repeats", "split_key"]
+__all__ = ["Stored", "check_writable", "open_records", "open_source", "refuse_repeats", "split_key"]
 
-_IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm"}
+Stored: TypeAlias = NDArray[np.generic] | ImageFiles
 
 
-def open_records(sources: Sequence[str]) -> list[NDArray[np.generic]]:
-    """Open every source; all must hold records of one shape and type. ``.npy`` files are memory-mapped."""
+def open_records(sources: Sequence[str]) -> list[Stored]:
+    """Open every source; all must hold records of one shape and type.
+
+    ``.npy`` files and uncompressed ``.npz`` members are memory-mapped, images are read where they are indexed.
+    """
     if not sources:
         raise DataError("No data was given. Name a .npy file, FILE.npz:KEY or a folder of images.")
     arrays = [open_source(source) for source in sources]
@@ -32,7 +38,7 @@ def open_records(sources: Sequence[str]) -> list[NDArray[np.generic]]:
     return arrays
 
 
-def open_source(source: str) -> NDArray[np.generic]:
+def open_source(source: str) -> Stored:
     """Open one source.
 
     Raises:
@@ -42,7 +48,7 @@ def open_source(source: str) -> NDArray[np.generic]:
     if not path.exists():
         raise DataError(f"There is no file or folder {path}.")
     if path.is_dir():
-        return _open_images(path)
+        return ImageFiles(path)
     if path.stat().st_size == 0:
         raise DataError(f"{path} is empty. Give a .npy file, FILE.npz:KEY or a folder of images.")
     suffix = path.suffix.lower()
@@ -127,54 +133,33 @@ def _open_archive(path: Path, key: str | None) -> Any:
             key = keys[0]
         if key not in keys:
             raise DataError(f"{path} has no array {key!r}. It has: {', '.join(keys) or 'nothing'}.")
-        array = archive[key]
+        array = _mapped(path, f"{key}.npy")
+        if array is None:
+            array = archive[key]
         if not isinstance(array, np.ndarray):
             raise DataError(f"{path}:{key} is not an array. Make the archive with numpy.savez.")
         return array
 
 
-def _open_images(folder: Path) -> NDArray[np.generic]:
-    from PIL import Image
-
-    files = sorted(
-        file
-        for file in folder.rglob("*")
-        if file.suffix.lower() in _IMAGES
-        and not any(part.startswith(".") for part in file.relative_to(folder).parts)  # previews, caches, ._copies
-        and file.is_file()
-    )
-    if not files:
-        raise DataError(f"The folder {folder} holds no images ({', '.join(sorted(_IMAGES))}).")
-    result: NDArray[np.generic] | None = None
-    first = ""
-    for index, file in enumerate(files):
-        try:
-            with Image.open(file) as image:
-                mode = image.mode
-                pixels = np.asarray(image if mode in ("L", "RGB") else image.convert(_plain_mode(mode)))
-        except MemoryError:
-            raise
-        except Exception as error:  # a damaged file makes Pillow raise nearly anything
-            reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-            raise DataError(f"{file} cannot be read as an image: {reason}. Repair it or take it out.") from error
-        description = f"{pixels.shape} ({pixels.dtype})"
-        if result is None:
-            result = np.empty((len(files), *pixels.shape), dtype=pixels.dtype)
-            first = description
-        elif pixels.shape != result.shape[1:] or pixels.dtype != result.dtype:
-            raise DataError(
-                f"{file} has the shape {description}, but {files[0]} has {first}. Bring all images to one size "
-                "and one number of channels first."
-            )
-        result[index] = pixels
-    assert result is not None  # noqa: S101 - there is at least one file
-    return result
-
-
-def _plain_mode(mode: str) -> str:
-    """8-bit grey for one channel, 8-bit RGB for the rest; an alpha channel is dropped."""
-    if mode in ("1", "LA", "La"):
-        return "L"
-    if mode in ("P", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "PA"):
-        return "RGB"
-    raise ValueError(f"images of mode {mode} do not fit the 8-bit grid; convert them first")
+def _mapped(path: Path, name: str) -> NDArray[np.generic] | None:
+    """A member memory-mapped, after its checksum was compared; None where it is compressed or has to be looked at."""
+    with zipfile.ZipFile(path) as archive:
+        if name not in archive.namelist() or archive.getinfo(name).compress_type != zipfile.ZIP_STORED:
+            return None
+        member = archive.getinfo(name)
+        with archive.open(member) as stream:
+            readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+            read_header = readers.get(np.lib.format.read_magic(stream))
+            if read_header is None:
+                return None
+            shape, fortran, dtype = read_header(stream)
+            start = stream.tell()
+            while stream.read(2**20):
+                pass  # the end of the stream compares the checksum
+    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+    if dtype.hasobject or size == 0 or size != member.file_size - start:
+        return None
+    with path.open("rb") as file:
+        file.seek(member.header_offset + 26)
+        start += member.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))  # of its name and extra fields
+    return np.memmap(path, dtype=dtype, mode="r", offset=start, shape=shape, order="F" if fortran else "C")

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
@@ -153,6 +153,47 @@ def certify(
             help="Least and largest value that an entry can take.  [default: 0 255, for 8-bit records only]",
         ),
     ] = None,
+    representation: Annotated[
+        str,
+        typer.Option(
+            "--representation",
+            "-r",
+            metavar="TEXT",
+            help="What counts as a reconstruction: one of the representations listed above, or several joined by |.",
+        ),
+    ] = "pixels",
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="Backbone weights for lpips, a .npz or a torchvision state dict .pth.  [default: as lpips downloads "
+            "them]",
+        ),
+    ] = None,
+    reduction: Annotated[
+        str,
+        typer.Option(
+            metavar="N",
+            help="Principal coordinates that the designs use: a number, none, or auto (2,048 where there are more than "
+            "4,096 and all vectors together would take more than 3 GiB). The bound is on all coordinates.",
+        ),
+    ] = "auto",
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            show_default=False,
+            help="Keep the vectors of the representation here, so that they are computed once.",
+        ),
+    ] = None,
+    reference_from: Annotated[
+        str,
+        typer.Option(
+            metavar="WHERE",
+            help="source, or elsewhere: the reference records are public or synthetic; needs a number as --normaliser.",
+        ),
+    ] = "source",
     normaliser: Annotated[
         str,
         typer.Option(
@@ -167,6 +208,14 @@ def certify(
             help="Accept equal records in the two samples: the source repeats values, and they are independent draws.",
         ),
     ] = False,
+    splits: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="A plan saved by SplitPlan.save: DATA is split by it, or given samples are checked against it.",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(metavar="DEVICE", help="Where to compute: cpu, cuda, mps.")] = "cpu",
     as_json: AsJson = False,
 ) -> None:
@@ -179,24 +228,40 @@ def certify(
     interruption the same command goes on from there.
 
     \b
+    Representations, for --representation; several are joined by |:
+      pixels                      raw values
+      crop:TOP,LEFT,HEIGHT,WIDTH  a box of an image
+      channels:I,J,...            some channels
+      coordinates:I,J-K,...       some entries of the flattened record
+      mask:FILE.npy               the entries where a boolean array is true
+      downsample:SIZE             a coarse image of SIZE × SIZE means (or ROWS,COLUMNS)
+      dct:COUNT                   the COUNT × COUNT lowest frequencies (or ROWS,COLUMNS)
+      linear:FILE.npy             z = A x for a matrix A
+      lpips:NET@SIZE              perceptual distance; NET alex, vgg or squeeze; SIZE 64 unless given, or 'full'
+      vectors:RADIUS              tabular rows or embeddings, clipped to a ball ('vectors' alone needs --value-range)
+      standardised:RADIUS         the same, columns standardised on the reference sample first
+
+    \b
     Examples:
       reconbound certify mnist.npz:x_train mnist.npz:x_test -o mnist.json
       reconbound certify photos/ -o photos.json --n-reference 5000
       reconbound certify --reference a.npy --estimation b.npy -o cert.json --value-range 0 1
+      reconbound certify photos/ -o faces.json --representation "crop:8,8,48,48|lpips:alex@64" --cache vectors/
     """  # noqa: D301 - \b keeps the lines of the example
     import numpy as np
 
     from opacus_reconbound import _validate
     from opacus_reconbound._files import check_writable, open_records, refuse_repeats, split_key
     from opacus_reconbound.certificates.certify import certify as make
+    from opacus_reconbound.certificates.plan import SplitPlan
     from opacus_reconbound.certificates.records import SelectedRecords
     from opacus_reconbound.certificates.split import split_indices
-    from opacus_reconbound.representations import Pixels
+    from opacus_reconbound.representations import Composition, Vectors, parse
 
     check_writable(output, "the certificate's file, such as cert.json")
     if data and (reference or estimation):
         raise InvalidValueError("Give either DATA, which is split, or --reference with --estimation, not both.")
-    if not data and not (reference and estimation):
+    if not data and not (estimation and (reference or designs == "block")):
         raise InvalidValueError(
             "--reference and --estimation go together: the two samples, disjoint. One of them is missing."
             if reference or estimation
@@ -215,6 +280,10 @@ def certify(
             _validate.finite("--value-range", value_range[0]),
             _validate.finite("--value-range", value_range[1]),
         )
+    psi = parse(representation, value_range=low_high, weights=weights)
+    kept: Any = None if reduction == "none" else reduction
+    if reduction not in ("auto", "none"):
+        kept = _validate.integer("--reduction", reduction, minimum=1)
     declared: Any = normaliser
     if normaliser not in ("point", "ucb"):
         try:
@@ -223,8 +292,13 @@ def certify(
             raise InvalidValueError(f"Expected --normaliser point, ucb or a number. Found {normaliser!r}.") from None
     _check_device(device)
     refuse_repeats(sources)
+    plan = None if splits is None else SplitPlan.load(splits)
     samples: tuple[Any, Any]
-    if data:
+    if data and plan is not None:
+        if n_reference is not None or n_estimation is not None:
+            raise InvalidValueError("--n-reference and --n-estimation split DATA, and so does --splits. Choose one.")
+        samples = cast(Any, (plan.select(data, "reference"), plan.select(data, "estimation")))
+    elif data:
         arrays = open_records(data)
         total = sum(len(array) for array in arrays)
         first = min(10_000, total // 7) if n_reference is None else _validate.integer("--n-reference", n_reference)
@@ -239,23 +313,28 @@ def certify(
     else:
         if n_reference is not None or n_estimation is not None:
             raise InvalidValueError("--n-reference and --n-estimation split DATA; given samples are taken as they are.")
-        left, right = open_records(reference or []), open_records(estimation or [])
-        samples = (SelectedRecords(left), SelectedRecords(right))
-    if low_high is None and samples[0].dtype != np.uint8:
+        left = SelectedRecords(open_records(reference)) if reference else None
+        samples = (left, SelectedRecords(open_records(estimation or [])))
+    first_stage = psi.stages[0] if isinstance(psi, Composition) else psi
+    if low_high is None and samples[1].dtype != np.uint8 and not isinstance(first_stage, Vectors):
         raise DataError(
-            f"The records are of type {samples[0].dtype}, not 8-bit. Say which values an entry can take, as in "
+            f"The records are of type {samples[1].dtype}, not 8-bit. Say which values an entry can take, as in "
             "--value-range 0 1."
         )
     partial = output.with_name(f"{output.name}.partial")
     try:
         certificate = make(
             *samples,
-            representation=Pixels(low_high or (0.0, 255.0)),
+            representation=psi,
             designs=designs,
             alpha=alpha,
             seed=seed,
             normaliser=declared,
+            reference_from=reference_from,  # type: ignore[arg-type]
+            reduction=kept,
+            cache=cache,
             allow_repeats=allow_repeats,
+            splits=plan,
             device=device,
             checkpoint=partial,
         )

@@ -23,6 +23,7 @@ from sklearn.datasets import load_digits
 from opacus_reconbound import Ledger, Pixels, Schedule, SourceCertificate, calibrate_noise, certify, forecast
 from opacus_reconbound.accountants import RDPMutualInformationAccountant
 from opacus_reconbound.certificates import BlockDesign, ReplicaDesign
+from opacus_reconbound.certificates.plan import SplitPlan
 from opacus_reconbound.certificates.scale import TraceScale
 from opacus_reconbound.certificates.split import SampleSummary, split_indices
 from opacus_reconbound.cli import main
@@ -151,7 +152,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     picture(base / "channels/1.png", "RGB")
     picture(base / "deep/0.png", "I;16")
     picture(base / "broken/0.png")
-    (base / "broken/1.png").write_bytes((base / "broken/0.png").read_bytes()[:60])
+    (base / "broken/1.png").write_bytes((base / "broken/0.png").read_bytes()[:20])
     (base / "no-images").mkdir()
     (base / "no-images/readme.txt").write_text("hello")
     return base
@@ -201,6 +202,25 @@ def test_certify_splits(run: Runner, tmp_path: Path) -> None:
     assert shown["confidence"] == 0.95
 
 
+def test_certify_splits_by_a_plan(run: Runner, tmp_path: Path) -> None:
+    target, file = tmp_path / "c.json", tmp_path / "plan.json"
+    plan = SplitPlan.make(DIGITS, train=300, reference=200, estimation=450, independent=True, seed=5)
+    plan.save(file)
+    run(f"certify a.npy b.npy -o {target} --splits {file}")
+    samples = (DIGITS[plan.indices("reference")], DIGITS[plan.indices("estimation")])
+    assert SourceCertificate.load(target) == certify(*samples, splits=plan)
+    run.error(f"certify b.npy a.npy -o {target} --splits {file}", "reference sample is not the plan's D_perp")
+    run.error(f"certify a.npy -o {target} --splits {file}", "plan is about 700 records .* but the data are 200")
+    run.error(f"certify d.npy -o {target} --splits {file} --n-reference 200", "so does --splits. Choose one")
+    run.error(f"certify d.npy -o {target} --splits {tmp_path / 'none.json'}", "There is no plan at")
+    run.error(
+        f"certify --reference a.npy --estimation b.npy -o {target} --splits {file}", "estimation sample has 500 records"
+    )
+    SplitPlan.of(DIGITS, {"reference": range(200), "estimation": range(200, 700)}).save(file)
+    run(f"certify --reference a.npy --estimation b.npy -o {target} --splits {file}")
+    assert SourceCertificate.load(target).settings["splits"] == SplitPlan.load(file).digest
+
+
 def test_certify_takes_samples_as_they_are(run: Runner, tmp_path: Path) -> None:
     run(f"certify --reference a.npy --estimation b.npy -o {tmp_path / 'c.json'} --value-range 0 16 --alpha 0.1")
     expected = certify(DIGITS[:200], DIGITS[200:], representation=Pixels((0, 16)), alpha=0.1)
@@ -227,6 +247,38 @@ def test_certify_reads_a_folder_of_images_and_floats(run: Runner, tmp_path: Path
     assert found["representation"]["dimension"] == 64
     found = run(f"certify float.npy -o {tmp_path / 'c.json'} --value-range 0 1 --json").json
     assert found["representation"]["peak"] == 1.0
+
+
+def test_certify_in_another_representation(run: Runner, tmp_path: Path) -> None:
+    from opacus_reconbound.representations import Crop, Downsample, Vectors
+
+    target = tmp_path / "c.json"
+    common = f"certify --reference a.npy --estimation b.npy -o {target}"
+    run(f"{common} --representation 'crop:2,2,4,4|downsample:2' --value-range 0 16")
+    psi = Crop(2, 2, 4, 4, value_range=(0, 16)) | Downsample(2)
+    found = SourceCertificate.load(target)
+    assert found == certify(DIGITS[:200], DIGITS[200:], representation=psi)
+    found.check_representation(psi)
+    said = run(f"inspect {target}").out
+    assert "Representation crop | downsample" in said
+    run(f"{common} -r standardised:20 --cache {tmp_path / 'kept'} --reduction 10 --allow-repeats", code=2)  # constant
+    run(f"certify float.npy -r vectors:9 --reduction 10 --cache {tmp_path / 'kept'} -o {target}")
+    assert list((tmp_path / "kept").iterdir())
+    found = SourceCertificate.load(target)
+    assert found.settings["reduction"]["components"] == 10
+    found.check_representation(Vectors(clip_radius=9))
+    run(f"{common} --reduction none")
+    assert SourceCertificate.load(target) == certify(DIGITS[:200], DIGITS[200:])
+
+
+def test_certify_with_other_reference_records_or_none(run: Runner, tmp_path: Path) -> None:
+    target = tmp_path / "c.json"
+    said = run(f"certify --reference a.npy --estimation b.npy --reference-from elsewhere --normaliser 1300 -o {target}")
+    assert "public or synthetic" in said.out
+    assert "relative to the declared tr Σ" in said.out
+    run(f"certify --estimation b.npy --designs block --normaliser 1300 -o {target}")
+    found = SourceCertificate.load(target)
+    assert (found.reference.n, found.trace.scale) == (0, 1300.0)
 
 
 def test_npy_files_are_mapped_not_read(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,6 +497,25 @@ def test_plan_of_a_huge_number_of_steps(run: Runner) -> None:
         ("--reference a.npy --estimation wide.npy", "different shapes"),
         ("--reference a.npy --estimation float.npy --value-range 0 16", "different types"),
         ("d.npy --unknown", "No such option"),
+        ("d.npy -r faces", "no representation 'faces'. There are: pixels, crop"),
+        ("d.npy -r crop:8,8,12,12", "crop of rows 8 to 19 .* lies outside images of 8 × 8"),
+        ("d.npy -r crop:1,2", "crop:TOP,LEFT,HEIGHT,WIDTH"),
+        ("d.npy -r mask:nowhere.npy", "no file nowhere.npy"),
+        ("d.npy -r mask:object.npy", "cannot be read as an array"),
+        ("d.npy -r mask:wide.npy", "keeps nothing"),
+        ("d.npy -r linear:d.npy", r"matrix \(m, d\)"),
+        ("d.npy -r pixels --weights alex.npz", "has no lpips to use them"),
+        ("d.npy -r lpips --weights alex.npz", "no file alex.npz"),
+        ("d.npy -r lpips --weights object.npz", "cannot be read as weights"),
+        ("float.npy -r downsample:2", "not 8-bit.*--value-range 0 1"),
+        ("d.npy -r vectors", "Declare the range"),
+        ("constant.npy -r dct:2 --allow-repeats", "all alike"),
+        ("d.npy --reduction 0", "--reduction"),
+        ("d.npy --reduction many", "--reduction"),
+        ("d.npy --cache notes.txt", "cache folder notes.txt cannot be used"),
+        ("d.npy --reference-from elsewhere", "Declare it: normaliser"),
+        ("d.npy --reference-from space", "'source' or 'elsewhere'"),
+        ("--estimation b.npy --designs block", "Declare it: normaliser"),
     ],
 )
 def test_certify_refuses(run: Runner, data: str, match: str, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ import opacus_reconbound
 import opacus_reconbound.errors
 import opacus_reconbound.lightning
 import opacus_reconbound.pytorch_lightning
+import opacus_reconbound.representations
 from opacus_reconbound.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +40,8 @@ UPDATE = bool(os.environ.get("RECONBOUND_UPDATE_DOCS"))
 # Command lines that are shown but not run here, and why.
 NOT_RUN = {
     "reconbound demo --output my-demo": "the demo trains for a minute and has a test of its own",
+    "reconbound certify mnist.npz:x_train mnist.npz:x_test -o lpips.json --n-reference 10000 --n-estimation 59000    "
+    "--representation lpips:alex@64 --weights alexnet.npz --cache vectors/": "it needs AlexNet's weights",
 }
 # What the stand-in data cannot do as it is written.
 STAND_INS = {"--n-reference 10000 --n-estimation 59000": "--n-reference 500 --n-estimation 2500"}
@@ -177,6 +180,8 @@ def public_names() -> set[str]:
     names = {f"opacus_reconbound.{name}" for name in top}
     names |= {f"opacus_reconbound.errors.{name}" for name in opacus_reconbound.errors.__all__ if name not in top}
     names |= {f"opacus_reconbound.lightning.{name}" for name in opacus_reconbound.lightning.__all__}
+    kinds = set(opacus_reconbound.representations.__all__) - {"KINDS", *top}
+    names |= {f"opacus_reconbound.representations.{name}" for name in kinds}
     names |= {f"opacus_reconbound.certificates.designs.{name}" for name in ("BlockDesign", "ReplicaDesign")}
     return names | {
         f"opacus_reconbound.certificates.{name}"

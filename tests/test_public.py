@@ -31,7 +31,7 @@ def project() -> dict[str, Any]:
         (
             "opacus_reconbound",
             "Pixels ReconboundError ReconstructionBound ReconstructionBudgetExceeded Schedule SourceCertificate "
-            "calibrate_noise certify make_private_with_rho step_leakage forecast Forecast Finding guard "
+            "SplitPlan calibrate_noise certify make_private_with_rho step_leakage forecast Forecast Finding guard "
             "inspect keep_empty_batches Ledger fingerprint",
         ),
         ("opacus_reconbound.certificates.designs", "BlockDesign ReplicaDesign"),

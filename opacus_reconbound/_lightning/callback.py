@@ -21,6 +21,7 @@ from opacus_reconbound import _validate
 from opacus_reconbound._lightning.wiring import remove_grad_sample_hooks
 from opacus_reconbound.accountants import MutualInformationAccountant, StepHook, discard_pending_step
 from opacus_reconbound.certificates.certificate import ReconstructionBound, SourceCertificate
+from opacus_reconbound.certificates.plan import SplitPlan
 from opacus_reconbound.checks import hooks_of, poisson_rate, ranks_in_step, require_private_run
 from opacus_reconbound.engine import Forecast, forecast
 from opacus_reconbound.errors import AccountingError, InvalidValueError, LedgerError
@@ -55,6 +56,9 @@ class ReconstructionBoundMixin:
         verbose: print the forecast and the outcome.
         ledger: of the training set, or its path. The floor, the bound and the steps left then hold for all runs on it.
         run: the name of this run on the ledger; a restart keeps it.
+        splits: a ``SplitPlan`` or the path of one. A certificate that was not made from its D_perp and D_est is
+            refused, and before the first step a training set that is not its D_train: by the number of records, and
+            by the indices of a ``Subset``. D_train may overlap D_est.
 
     Logged metrics:
         ``reconstruction/rho_star``: ρ* so far, rounded down.
@@ -74,6 +78,7 @@ class ReconstructionBoundMixin:
         InvalidValueError: an argument is out of range.
         CertificateError: the certificate cannot be read.
         FloorUnreachableError: the certificate does not support the floor.
+        DataError: the certificate or the training set does not fit ``splits``.
         AccountingError: during training, where what runs is not what is accounted.
     """
 
@@ -87,12 +92,16 @@ class ReconstructionBoundMixin:
         verbose: bool = True,
         ledger: Ledger | str | os.PathLike[str] | None = None,
         run: str | None = None,
+        splits: SplitPlan | str | os.PathLike[str] | None = None,
     ) -> None:
         if (ledger is None) != (run is None):
             raise InvalidValueError("ledger and run go together: the ledger of the training set, and a name on it.")
         if not isinstance(certificate, SourceCertificate):
             certificate = SourceCertificate.load(certificate)
         self.certificate = certificate
+        self.splits = splits if splits is None or isinstance(splits, SplitPlan) else SplitPlan.load(splits)
+        if self.splits is not None:
+            self.splits.check_made(certificate)
         self.min_rho = min_rho
         self.budget_bits = None if min_rho is None else certificate.leakage_budget(min_rho)
         self.delta = None if delta is None else _validate.fraction("delta", delta)
@@ -189,6 +198,8 @@ class ReconstructionBoundMixin:
             )
         loader = trainer.train_dataloader
         require_private_run(loader, self._found, world_size=trainer.world_size, ends_at_length=True)
+        if self.splits is not None:
+            self.splits.check_training(loader.dataset)
         if self.ledger is not None and self.run is not None:
             accountant.use_ledger(self.ledger, run=self.run)
         if self._restored is not None:

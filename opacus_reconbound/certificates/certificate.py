@@ -27,8 +27,8 @@ from opacus_reconbound.certificates.envelope import Winner, winners
 from opacus_reconbound.certificates.explanation import describe
 from opacus_reconbound.certificates.scale import TraceScale
 from opacus_reconbound.certificates.split import SampleSummary
-from opacus_reconbound.errors import CertificateError, FloorUnreachableError, InvalidValueError
-from opacus_reconbound.representations.base import RepresentationDescriptor
+from opacus_reconbound.errors import CertificateError, FloorUnreachableError, InvalidValueError, ReconboundError
+from opacus_reconbound.representations.base import Representation, RepresentationDescriptor
 
 __all__ = ["SCHEMA_VERSION", "ReconstructionBound", "SourceCertificate"]
 
@@ -168,8 +168,8 @@ class SourceCertificate:
             raise InvalidValueError(f"alpha_split {dict(self.alpha_split)} spends more than alpha = {self.alpha:g}.")
         if not self.alpha_split or min(self.alpha_split.values()) <= 0.0:
             raise InvalidValueError(f"alpha_split must name positive shares. Found {dict(self.alpha_split)}.")
-        for name, sample in (("reference", self.reference), ("estimation", self.estimation)):
-            _validate.integer(f"{name}.n", sample.n, minimum=1)
+        for name, sample, least in (("reference", self.reference, 0), ("estimation", self.estimation, 1)):
+            _validate.integer(f"{name}.n", sample.n, minimum=least)
         descriptor = self.representation
         _validate.integer("representation.dimension", descriptor.dimension, minimum=1)
         _validate.positive("representation.squared_diameter", descriptor.squared_diameter)
@@ -305,6 +305,29 @@ class SourceCertificate:
             for design, parts in zip(self.designs, self.diagnostics, strict=True)
         )
         return replace(self, designs=designs, diagnostics=()).bound(leakage_bits).rho
+
+    def check_representation(self, representation: Representation) -> None:
+        """Refuse a representation that is not the one this certificate is about.
+
+        Args:
+            representation: such as the one in which an attack's error is measured.
+
+        Raises:
+            CertificateError: its digest differs: another kind, other settings, other weights or another range.
+        """
+        try:
+            found = representation.describe(self.representation.record_shape)
+        except ReconboundError as error:
+            raise CertificateError(
+                f"The certificate is about {self.representation.name} of records of shape "
+                f"{self.representation.record_shape}, which this representation does not take: {error}"
+            ) from error
+        if found.digest == self.representation.digest:
+            return
+        raise CertificateError(
+            f"The certificate is about {self.representation.name} {self.representation.parameters}, not about "
+            f"{found.name} {found.parameters}. Use the same representation, or make a certificate for this one."
+        )
 
     @property
     def digest(self) -> str:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,26 +16,36 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from opacus_reconbound import _validate
 from opacus_reconbound.certificates.auto import choose_kinds, multi_designs
 from opacus_reconbound.certificates.block import block_estimates, default_pairs
+from opacus_reconbound.certificates.cache import FeatureCache
 from opacus_reconbound.certificates.certificate import SourceCertificate
 from opacus_reconbound.certificates.checkpoint import Checkpoint, Finished, differences
 from opacus_reconbound.certificates.designs import Design
-from opacus_reconbound.certificates.devices import rows_at_once, to_device, to_float64
+from opacus_reconbound.certificates.devices import float64_device, rows_at_once, to_device, to_float64
 from opacus_reconbound.certificates.diagnostics import DesignDiagnostics
 from opacus_reconbound.certificates.parallel import Progress, one_tensor_thread
+from opacus_reconbound.certificates.plan import Role, SplitPlan
 from opacus_reconbound.certificates.ranks import Ranks, shared_among
-from opacus_reconbound.certificates.records import RecordSource, as_source
+from opacus_reconbound.certificates.records import ArrayRecords, Records, RecordSource, as_source
+from opacus_reconbound.certificates.reduction import (
+    AUTO_ABOVE,
+    AUTO_ABOVE_BYTES,
+    AUTO_COMPONENTS,
+    Reduction,
+    fit_reduction,
+)
 from opacus_reconbound.certificates.replica import DEFAULT_TEMPERATURES, replica_estimates
 from opacus_reconbound.certificates.rotation import hadamard_order
-from opacus_reconbound.certificates.scale import TraceScale, trace_point, trace_upper
+from opacus_reconbound.certificates.scale import TraceScale, check_resolution, trace_point, trace_upper
 from opacus_reconbound.certificates.split import record_digests, refuse_overlap, summarise
+from opacus_reconbound.certificates.stability import PROBE, check_stable
 from opacus_reconbound.errors import DataError, InvalidValueError
 from opacus_reconbound.representations import Pixels, Representation
+from opacus_reconbound.representations.base import tensor_digest
 
 __all__ = ["ASSUMPTIONS", "certify", "library_version"]
 
@@ -46,9 +56,13 @@ ASSUMPTIONS = (
     "Every trajectory on the training records that an adversary may see is counted in the leakage.",
     "The bound is on the expected error over the source; a single record can be reconstructed better.",
 )
+_ELSEWHERE = ("The reference records are public or synthetic, and independent of the estimation records.",)
+_DECLARED = ("The declared tr Σ is at least that of the source; ρ* is relative to it.",)
 _LEAST_REFERENCE = 32
 _LEAST_ESTIMATION = 100
 _CHUNK = 1024  # raw records at a time, at most
+_VECTORS = 2**25  # numbers in one chunk's vectors, at most
+_REFERENCE_BYTES = 2**31  # of wide reference vectors in memory
 
 Designs = Literal["fast", "auto", "replica", "multi", "block", "all"]
 _KINDS: dict[str, tuple[str, ...]] = {
@@ -62,8 +76,8 @@ _KINDS: dict[str, tuple[str, ...]] = {
 
 
 def certify(
-    reference: NDArray[Any] | torch.Tensor | Dataset[Any] | RecordSource | Sequence[Any],
-    estimation: NDArray[Any] | torch.Tensor | Dataset[Any] | RecordSource | Sequence[Any],
+    reference: Records | None,
+    estimation: Records,
     *,
     representation: Representation | None = None,
     designs: Designs | Sequence[str] = "fast",
@@ -75,7 +89,11 @@ def certify(
     pairs: Sequence[tuple[int, float]] | None = None,
     margins: Literal["bernstein", "paper"] = "bernstein",
     max_reference: int = 10_000,
+    reference_from: Literal["source", "elsewhere"] = "source",
+    reduction: Literal["auto"] | int | None = "auto",
+    cache: str | os.PathLike[str] | None = None,
     allow_repeats: bool = False,
+    splits: SplitPlan | str | os.PathLike[str] | None = None,
     device: str | torch.device = "cpu",
     progress: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -88,9 +106,11 @@ def certify(
     every leakage at once.
 
     Args:
-        reference: D_perp, records (n', ...): an array, a memory-mapped array, a tensor, or a map-style data set whose
-            items are records (tensors, arrays, 8-bit images) or tuples that begin with one. Read once, in order, a
-            chunk at a time.
+        reference: D_perp, records (n', ...): an array, a memory-mapped array, a tensor, the path of a ``.npy``, an
+            ``.npz`` or a folder of images (or several paths), a map-style data set or a list whose items are records
+            (tensors, arrays, 8-bit images) or tuples that begin with one, or a Lightning data module, whose training
+            records are meant. Read once, in order, a chunk at a time. None, where there are no records to spare for
+            it: then ``normaliser`` has to be declared and ``designs="block"``, with a rotation that looks at no data.
         estimation: D_est, records (n, ...), i.i.d. from the same source and disjoint from ``reference``. The more the
             tighter.
         representation: Ψ; ``Pixels()`` (8-bit raw values) unless given.
@@ -106,7 +126,17 @@ def certify(
         pairs: (block size, ν²) of the block designs; the paper's grid unless given.
         margins: of the block designs: ``"bernstein"`` (fast, tighter) or ``"paper"`` (Cantelli, quadratic cost).
         max_reference: reference records beyond this number serve tr Σ only.
+        reference_from: ``"elsewhere"``: the reference records are public or synthetic, not draws of the source. Every
+            bound on the squared error holds all the same (what is chosen on them is only chosen worse), but they tell
+            nothing about tr Σ: ``normaliser`` has to be declared.
+        reduction: how many principal coordinates of the reference sample the designs use; the bound is on the full
+            representation. ``"auto"``: 2,048 where it has more than 4,096 coordinates and all vectors together would
+            take more than 3 GiB, else all. None: all.
+        cache: a folder for the vectors of the representation, so that an interrupted or repeated run does not compute
+            them again. It is as sensitive as the records.
         allow_repeats: accept equal records in both samples, as independent draws of a source that repeats values.
+        splits: the plan that the samples were taken from, or its file. Samples that are not its D_perp and D_est are
+            refused, and the certificate names it in its settings.
         device: where to compute.
         progress: show progress bars (only on a terminal).
         checkpoint: a file for the kinds of designs that are finished. The same call with the same file goes on from
@@ -120,7 +150,7 @@ def certify(
         CertificateError: ``checkpoint`` belongs to another certificate, is damaged or cannot be written.
         InvalidValueError: an option is out of range.
         DataError: the records are empty, too few, not finite, constant, of the wrong shape or range.
-        OverlapError: the two samples share records.
+        OverlapError: the two samples share records, or the plan's do.
     """
     alpha = _validate.fraction("alpha", alpha)
     trace_level = _validate.fraction("trace_level", trace_level)
@@ -131,11 +161,18 @@ def certify(
     if "replica" in kinds and (not ladder or len(set(ladder)) != len(ladder)):
         raise InvalidValueError(f"Expected distinct temperatures. Found {list(temperatures)!r}.")
     declared = None if isinstance(normaliser, str) else _validate.positive("normaliser", normaliser)
+    if reduction is not None and reduction != "auto":
+        reduction = _validate.integer("reduction", reduction, minimum=1)
+    _check_origin(reference_from, reference is None, declared, kinds)
     psi = Pixels() if representation is None else representation
-    sources = (
-        as_source("reference", reference, _LEAST_REFERENCE),
-        as_source("estimation", estimation, _LEAST_ESTIMATION),
-    )
+    plan = splits if splits is None or isinstance(splits, SplitPlan) else SplitPlan.load(splits)
+    planned: tuple[Role, ...] = () if plan is None else ("estimation",)
+    if plan is not None and reference is not None and reference_from == "source":
+        plan.check_certificate(allow_repeats=allow_repeats)
+        planned = ("reference", "estimation")
+    source = as_source("estimation", estimation, _LEAST_ESTIMATION)
+    nothing = ArrayRecords(np.empty((0, *source.record_shape), dtype=source.dtype))
+    sources = (nothing if reference is None else as_source("reference", reference, _LEAST_REFERENCE), source)
     if sources[0].record_shape != sources[1].record_shape:
         raise DataError(
             f"The two samples have records of different shapes: reference {sources[0].record_shape}, estimation "
@@ -146,17 +183,38 @@ def certify(
             f"The two samples have different types: reference {sources[0].dtype}, estimation "
             f"{sources[1].dtype}. Store both in the same type, so that shared records can be recognised."
         )
+    for role in planned:
+        assert plan is not None  # noqa: S101 - else nothing is planned
+        plan.check_size(role, len(sources[role == "estimation"]))
     ranks = Ranks.of_default_group() if distributed else Ranks()
     show = progress and ranks.rank == 0
     place = torch.device(device)
+    if psi.needs_fit:
+        if reference is None:
+            raise InvalidValueError("This representation takes its scale from the reference sample, and there is none.")
+        psi = psi.fit(_Chunks("reference", sources[0]))
+    features = FeatureCache(cache)
     descriptor = psi.describe(sources[0].record_shape)
+    keep = _held(len(sources[0]), descriptor.dimension, seed)
+    held = len(sources[0]) if keep is None else len(keep)
+    components = _components(reduction, descriptor.dimension, held, held + len(sources[1]))
+    keep = None if components is None else keep
     with _bar("reference records", show) as report:
-        perp = _read("reference", sources[0], psi, place, report)
-    with one_tensor_thread():
-        centre, scale = trace_point(perp.vectors)
-        upper, pair_count = trace_upper(
-            perp.vectors, level=trace_level, squared_diameter=descriptor.squared_diameter, seed=seed
-        )
+        perp = _read("reference", sources[0], psi, place, report, cache=features, keep=keep)
+    perp_summary = summarise(perp.digests)
+    if plan is not None and "reference" in planned:
+        plan.check_sample("reference", perp_summary)
+    if reference is None or reference_from == "elsewhere":
+        assert declared is not None  # noqa: S101 - checked above
+        zeros = torch.zeros(descriptor.dimension, dtype=torch.float64, device=float64_device(place))
+        centre = zeros if reference is None else trace_point(perp.vectors)[0]
+        scale, upper, pair_count = declared, 0.5 * descriptor.squared_diameter, 0
+    else:
+        with one_tensor_thread():
+            centre, scale = trace_point(perp.vectors)
+            upper, pair_count = trace_upper(
+                perp.vectors, level=trace_level, squared_diameter=descriptor.squared_diameter, seed=seed
+            )
     trace = TraceScale(
         scale=scale,
         upper=upper,
@@ -169,17 +227,45 @@ def certify(
     z_reference = perp.vectors if len(perp.vectors) <= max_reference else perp.vectors[:max_reference].clone()
     perp.vectors = z_reference  # the others are not needed any more
     _normalise(z_reference, centre, scale)
+    reduced: Reduction | None = None
+    if components is not None:
+        reduced, z_reference = fit_reduction(
+            z_reference,
+            components,
+            seed=seed,
+            cache=features,
+            key=f"{descriptor.digest} {perp.fingerprint} {max_reference}",
+        )
+        perp.vectors = z_reference
     with _bar("estimation records", show) as report:
-        est = _read("estimation", sources[1], psi, place, report, then=lambda z: _normalise(z, centre, scale))
+        est = _read(
+            "estimation",
+            sources[1],
+            psi,
+            place,
+            report,
+            cache=features,
+            then=lambda z: _normalise(z, centre, scale),
+            reduction=reduced,
+            tag="" if reduced is None else f"{tensor_digest({'basis': reduced.basis, 'centre': centre})} {scale!r}",
+        )
+    est_summary = summarise(est.digests)
+    if plan is not None:
+        plan.check_sample("estimation", est_summary)
     z_estimation = est.vectors
+    if reference is None:
+        largest = max(abs(float(z_estimation.max())), abs(float(z_estimation.min()))) * scale**0.5
+        check_resolution(scale, largest, descriptor.dimension)
     if not allow_repeats:
         refuse_overlap(perp.digests, est.digests)
 
-    grid = tuple(pairs) if pairs is not None else default_pairs(hadamard_order(descriptor.dimension))
+    grid = tuple(pairs) if pairs is not None else default_pairs(hadamard_order(z_estimation.shape[1]))
     key: dict[str, Any] = {
         "reference records": perp.fingerprint,
         "estimation records": est.fingerprint,
         "representation": descriptor.digest,
+        "reduction": None if reduced is None else reduced.settings(seed),
+        "reference from": reference_from,
         "designs": list(kinds),
         "alpha": alpha,
         "seed": seed,
@@ -191,10 +277,19 @@ def certify(
         "library version": library_version(),
         "torch version": torch.__version__,
     }
-    others = {"normaliser": normaliser, "trace_level": trace_level, "allow_repeats": allow_repeats}
+    others: dict[str, Any] = {"normaliser": normaliser, "trace_level": trace_level, "allow_repeats": allow_repeats}
+    others["splits"] = None if plan is None else plan.digest
     _refuse_other_ranks(ranks, key | others, trace, z_reference, z_estimation)
     finished = Checkpoint(None if checkpoint is None else Path(checkpoint), key, ranks)
     settings: dict[str, Any] = {"max_reference": max_reference}
+    if plan is not None:
+        settings["splits"] = plan.digest
+    if reduced is not None:
+        settings["reduction"] = key["reduction"]
+    if keep is not None and len(keep) < len(sources[0]):
+        settings["reference_used"] = len(keep)
+    if reference_from == "elsewhere":
+        settings["reference_from"] = reference_from
     if kinds == ("auto",):
         chosen = finished.get("chosen")
         if chosen is None:
@@ -251,13 +346,17 @@ def certify(
     assumptions: tuple[str, ...] = ASSUMPTIONS
     if allow_repeats:
         assumptions += ("Equal records in the two samples are independent draws of a source that repeats values.",)
+    if reference_from == "elsewhere":
+        assumptions += _ELSEWHERE
+    if reference is None or reference_from == "elsewhere":
+        assumptions += _DECLARED
     return SourceCertificate(
         designs=tuple(found),
         diagnostics=tuple(parts),
         trace=trace,
         representation=descriptor,
-        reference=summarise(perp.digests),
-        estimation=summarise(est.digests),
+        reference=perp_summary,
+        estimation=est_summary,
         alpha=alpha,
         alpha_split=shares,
         seed=seed,
@@ -287,6 +386,49 @@ def _shares(kinds: Sequence[str], alpha: float) -> dict[str, float]:
     return shares
 
 
+def _check_origin(origin: str, absent: bool, declared: float | None, kinds: Sequence[str]) -> None:
+    """What has to be declared where the reference records are not of the source, or there are none."""
+    if origin not in ("source", "elsewhere"):
+        raise InvalidValueError(f"Expected reference_from to be 'source' or 'elsewhere'. Found {origin!r}.")
+    if (absent or origin == "elsewhere") and declared is None:
+        raise InvalidValueError(
+            "Without reference records of the source nothing tells how large tr Σ is. Declare it: normaliser = a "
+            "number, in squared data units."
+        )
+    if absent and tuple(kinds) != ("block",):
+        raise InvalidValueError(
+            "Without reference records only designs='block' can be made. The others need some: public or synthetic "
+            "ones will do, with reference_from='elsewhere'."
+        )
+
+
+def _components(reduction: str | int | None, dimension: int, n_reference: int, n: int) -> int | None:
+    """How many principal coordinates to keep; None for all coordinates as they are."""
+    if reduction == "auto":
+        wide = dimension > AUTO_ABOVE and 4 * n * dimension > AUTO_ABOVE_BYTES and n_reference > 0
+        return min(AUTO_COMPONENTS, n_reference // 2) if wide else None
+    return None if reduction is None or int(reduction) >= dimension else int(reduction)
+
+
+def _held(n: int, dimension: int, seed: int) -> NDArray[np.intp] | None:
+    """Which wide reference vectors to hold in memory: all, or a random choice within two GiB."""
+    most = max(_LEAST_REFERENCE, _REFERENCE_BYTES // (4 * dimension))
+    return None if n <= most else np.sort(np.random.default_rng(seed).permutation(n)[:most])
+
+
+class _Chunks:
+    """Raw records of a source as tensors, a chunk at a time, as often as they are asked for."""
+
+    def __init__(self, name: str, source: RecordSource) -> None:
+        self._name, self._source = name, source
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        start = 0
+        for raw in self._source.chunks(rows_at_once(math.prod(self._source.record_shape) // 4, _CHUNK)):
+            yield torch.from_numpy(_plain_numbers(self._name, start, raw))
+            start += len(raw)
+
+
 @dataclass
 class _Sample:
     """A sample as read: Ψ of its records and their digests, in order."""
@@ -307,41 +449,75 @@ def _read(
     device: torch.device,
     progress: Progress,
     *,
+    cache: FeatureCache,
+    keep: NDArray[np.intp] | None = None,
     then: Callable[[torch.Tensor], None] | None = None,
+    reduction: Reduction | None = None,
+    tag: str = "",
 ) -> _Sample:
     """Ψ of all records, float32 (n, m) on the device, and their digests, in one pass, a chunk at a time.
 
-    Everything is checked for finiteness. ``then`` changes each chunk's vectors in place.
+    Everything is checked for finiteness, and Ψ for being one map of single records. ``keep`` are the positions to hold,
+    ascending; ``then`` changes each chunk's vectors in place; ``reduction`` follows, and what it gives is kept in the
+    cache under ``tag``.
     """
     psi = psi.to(device).eval()
-    dimension = psi.describe(source.record_shape).dimension
-    result = torch.empty((len(source), dimension), dtype=torch.float32, device=device)
+    descriptor = psi.describe(source.record_shape)
+    width = descriptor.dimension if reduction is None else reduction.components
+    result = torch.empty((len(source) if keep is None else len(keep), width), dtype=torch.float32, device=device)
     digests: list[bytes] = []
-    start = 0
+    start = filled = 0
     # raw records are small beside float64, and networks like larger batches
-    for raw in source.chunks(rows_at_once(math.prod(source.record_shape) // 4, _CHUNK)):
-        digests += record_digests(raw)
-        chunk = _plain_numbers(name, start, raw)
-        batch = torch.from_numpy(chunk)
+    most = max(PROBE, min(_CHUNK, _VECTORS // descriptor.dimension))
+    for raw in source.chunks(rows_at_once(math.prod(source.record_shape) // 4, most)):
+        own = record_digests(raw)
+        digests += own
+        batch = torch.from_numpy(_plain_numbers(name, start, raw))
         psi.check(batch)
-        with torch.no_grad():
-            vectors = psi(to_device(batch, device))
-        if vectors.shape != (len(chunk), dimension):
-            raise DataError(
-                f"The representation must map (n, ...) to (n, m), m = {dimension} by its description. It mapped "
-                f"{tuple(batch.shape)} to {tuple(vectors.shape)}."
-            )
-        if not bool(torch.isfinite(vectors).all()):
-            raise DataError(f"The representation is not finite on {name}[{start}:{start + len(chunk)}].")
-        rows = result[start : start + len(chunk)]
+        key = cache.key(descriptor.digest, str(device), tag, b"".join(own))
+        vectors = cache.load(key, (len(raw), width))
+        if vectors is None:
+            vectors = _vectors(name, start, to_device(batch, device), psi, descriptor.dimension)
+            if reduction is not None:
+                vectors = vectors.clone()  # may be the source's own memory
+                if then is not None:
+                    then(vectors)
+                vectors = reduction.apply(vectors)
+            cache.store(key, vectors)
+        vectors = to_device(vectors, device)
+        if keep is not None:
+            inside = keep[(keep >= start) & (keep < start + len(raw))] - start
+            vectors = vectors[torch.from_numpy(inside).to(device)]
+        rows = result[filled : filled + len(vectors)]
         rows.copy_(vectors)
-        if then is not None:
+        if then is not None and reduction is None:
             then(rows)
-        start += len(chunk)
+        filled += len(rows)
+        start += len(raw)
         progress(start, len(source))
     if start != len(source):
         raise DataError(f"The {name} source says that it has {len(source)} records, but it gave {start}.")
     return _Sample(result, digests)
+
+
+def _vectors(name: str, start: int, batch: torch.Tensor, psi: Representation, dimension: int) -> torch.Tensor:
+    """Ψ of one chunk, checked; ``start`` is the index of its first record."""
+    with torch.no_grad():
+        vectors: torch.Tensor = psi(batch)
+    if vectors.shape != (len(batch), dimension):
+        raise DataError(
+            f"The representation must map (n, ...) to (n, m), m = {dimension} by its description. It mapped "
+            f"{tuple(batch.shape)} to {tuple(vectors.shape)}."
+        )
+    finite = torch.isfinite(vectors).all(dim=1)
+    if not bool(finite.all()):
+        raise DataError(
+            f"The representation is not finite on {name}[{start + int(finite.int().argmin())}]. Repair it, or leave "
+            "such records out."
+        )
+    if start == 0:
+        check_stable(psi, batch[:PROBE], vectors[:PROBE])
+    return vectors.to(torch.float32)
 
 
 def _plain_numbers(name: str, start: int, chunk: NDArray[np.generic]) -> NDArray[np.generic]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from opacus_reconbound.certificates.designs import BlockDesign, Design
@@ -46,6 +47,12 @@ def describe(certificate: SourceCertificate) -> str:
         f"{certificate.reference.n:,} reference and {certificate.estimation.n:,} estimation records; "
         f"confidence {certificate.confidence:g}; ρ* is relative to {certificate.trace.label}.",
     ]
+    reduction = certificate.settings.get("reduction")
+    if isinstance(reduction, Mapping):
+        lines.append(
+            f"The designs use {reduction.get('components')} principal coordinates of the reference sample "
+            f"({float(reduction.get('variance_kept', 0.0)):.1%} of its variance); the bound is on all coordinates."
+        )
     if not ranges:
         return "\n".join([*lines, "Nothing is guaranteed at any leakage (ρ* = 0): more estimation records are needed."])
     lines.append(_guarantee(certificate, ranges[-1].stop_bits))

@@ -1,4 +1,4 @@
-"""Where records come from: arrays, memory-mapped files, data sets; read in order, a chunk at a time.
+"""Where records come from: arrays, files, folders of images, data sets; read in order, a chunk at a time.
 
 A further kind of source needs a class with the four members of ``RecordSource`` and nothing else: ``certify`` takes it
 as it is.
@@ -6,17 +6,20 @@ as it is.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
+from opacus_reconbound._files import Stored, open_records, refuse_repeats
+from opacus_reconbound._images import is_image, plain_image
 from opacus_reconbound.errors import DataError
 
-__all__ = ["ArrayRecords", "DatasetRecords", "RecordSource", "SelectedRecords", "as_source"]
+__all__ = ["ArrayRecords", "DatasetRecords", "RecordSource", "Records", "SelectedRecords", "as_source", "select"]
 
 _READ_TWICE = 8  # items of a data set that are read twice, to notice random transforms
 
@@ -40,6 +43,26 @@ class RecordSource(Protocol):
     def chunks(self, size: int) -> Iterator[NDArray[np.generic]]:
         """All records in order, ``size`` at a time (the last chunk may be smaller), as arrays (k, *record_shape)."""
         ...
+
+
+class SupportsTraining(Protocol):
+    """A Lightning data module, of either namespace."""
+
+    def train_dataloader(self) -> Any:
+        """The training loader."""
+        ...
+
+
+Records: TypeAlias = (
+    NDArray[Any]
+    | torch.Tensor
+    | str
+    | os.PathLike[str]
+    | Dataset[Any]
+    | SupportsTraining
+    | RecordSource
+    | Sequence[Any]
+)
 
 
 class ArrayRecords:
@@ -79,7 +102,7 @@ class SelectedRecords:
         indices: ascending positions; all of them unless given.
     """
 
-    def __init__(self, arrays: Sequence[NDArray[np.generic]], indices: NDArray[np.intp] | None = None) -> None:
+    def __init__(self, arrays: Sequence[Stored], indices: NDArray[np.intp] | None = None) -> None:
         self._arrays = arrays
         self._indices = np.arange(sum(len(array) for array in arrays)) if indices is None else indices
 
@@ -109,6 +132,31 @@ class SelectedRecords:
             yield chunk
 
 
+class _PickedRecords:
+    """Some records of a source that can only be read in order.
+
+    Args:
+        source: is read whole.
+        indices: ascending positions.
+    """
+
+    def __init__(self, source: RecordSource, indices: NDArray[np.intp]) -> None:
+        self._source, self._indices = source, indices
+        self.record_shape, self.dtype = source.record_shape, source.dtype
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def chunks(self, size: int) -> Iterator[NDArray[np.generic]]:
+        """At most ``size`` records at a time."""
+        start = 0
+        for chunk in self._source.chunks(size):
+            inside = self._indices[(self._indices >= start) & (self._indices < start + len(chunk))]
+            if len(inside):
+                yield chunk[inside - start]
+            start += len(chunk)
+
+
 class DatasetRecords:
     """The items of a map-style data set, in order, one read of each for all that is computed.
 
@@ -123,7 +171,7 @@ class DatasetRecords:
         DataError: it is empty, its first item is no record, or it gives another record when it is read again.
     """
 
-    def __init__(self, dataset: Dataset[Any], name: str = "records") -> None:
+    def __init__(self, dataset: Dataset[Any] | Sequence[Any], name: str = "records") -> None:
         self._dataset, self._name = dataset, name
         try:
             self._length = len(dataset)  # type: ignore[arg-type]
@@ -210,13 +258,7 @@ def _reason(error: Exception) -> str:
 
 
 def _holds_numbers(value: object) -> bool:
-    return isinstance(value, (torch.Tensor, np.ndarray)) or _is_image(value)
-
-
-def _is_image(value: object) -> bool:
-    from PIL import Image
-
-    return isinstance(value, Image.Image)
+    return isinstance(value, (torch.Tensor, np.ndarray)) or is_image(value)
 
 
 def _plain(record: Any) -> Any:
@@ -224,45 +266,31 @@ def _plain(record: Any) -> Any:
     if isinstance(record, torch.Tensor):
         record = record.detach().cpu()
         return (record.float() if record.dtype == torch.bfloat16 else record).numpy()
-    if _is_image(record):
-        if record.mode in ("L", "RGB"):
-            return record
-        if record.mode in ("1", "LA", "La"):
-            return record.convert("L")
-        if record.mode in ("P", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "PA"):
-            return record.convert("RGB")
-        raise ValueError(f"images of mode {record.mode} do not fit the 8-bit grid")
-    return record
+    return plain_image(record) if is_image(record) else record
 
 
-def as_source(name: str, records: Any, least: int) -> RecordSource:
+def as_source(name: str, records: Any, least: int = 1) -> RecordSource:
     """The records behind whatever the user gave; nothing is read ahead and nothing copied where it can be helped.
 
     Args:
         name: of the sample, for messages.
-        records: an array, a tensor, nested lists, a map-style data set, or a source.
+        records: an array, a tensor, nested lists, the path of a file or folder (or several), a map-style data set, a
+            Lightning data module (its training records), or a source.
         least: records needed.
 
     Raises:
         DataError: these are no records, or too few.
     """
-    if isinstance(records, IterableDataset):
-        raise DataError(
-            f"The {name} records are an IterableDataset, which has no fixed order and length. Give a map-style data "
-            "set, with __len__ and __getitem__, or an array."
-        )
-    if isinstance(records, DataLoader):
-        raise DataError(
-            f"The {name} records are a DataLoader, which may shuffle, repeat or drop records. Give its data set, "
-            "loader.dataset."
-        )
+    found = _found(name, records)
     source: RecordSource
-    if isinstance(records, Dataset):
-        source = DatasetRecords(records, name)
-    elif isinstance(records, RecordSource):
-        source = records
+    if isinstance(found, _Arrays):
+        source = (
+            ArrayRecords(found[0]) if isinstance(found[0], np.ndarray) and len(found) == 1 else SelectedRecords(found)
+        )
+    elif isinstance(found, RecordSource):
+        source = found
     else:
-        source = ArrayRecords(_array(name, records))
+        source = DatasetRecords(found, name)
     _refuse_type(name, source.dtype)
     if len(source) < least:
         raise DataError(
@@ -274,19 +302,113 @@ def as_source(name: str, records: Any, least: int) -> RecordSource:
     return source
 
 
+def select(name: str, records: Any, indices: NDArray[np.intp]) -> RecordSource | Subset[Any]:
+    """Some of the records behind whatever the user gave; read when they are used.
+
+    Args:
+        name: of the records, for messages.
+        records: as ``as_source`` takes them.
+        indices: ascending positions.
+
+    Returns:
+        A ``Subset`` where the records are items of a data set or a list, with all that belongs to them; else a source.
+    """
+    found = _found(name, records)
+    if isinstance(found, _Arrays):
+        return SelectedRecords(found, indices)
+    if isinstance(found, RecordSource):
+        return _PickedRecords(found, indices)
+    return Subset(found, indices.tolist())
+
+
+class _Arrays(list[Stored]):
+    """Arrays to be read one after another."""
+
+
+def _found(name: str, records: Any) -> _Arrays | RecordSource | Dataset[Any]:
+    """What holds the records: arrays, a source, or something with one record an item."""
+    if _is_data_module(records):
+        records = _of_data_module(name, records)
+    if isinstance(records, IterableDataset):
+        raise DataError(
+            f"The {name} records are an IterableDataset, which has no fixed order and length. Give a map-style data "
+            "set, with __len__ and __getitem__, or an array."
+        )
+    if isinstance(records, DataLoader):
+        raise DataError(
+            f"The {name} records are a DataLoader, which may shuffle, repeat or drop records. Give its data set, "
+            "loader.dataset."
+        )
+    if isinstance(records, (Dataset, RecordSource)):
+        return records
+    several = records if isinstance(records, (list, tuple)) and records else [records]
+    if all(isinstance(record, (str, os.PathLike)) for record in several):
+        paths = [os.fspath(path) for path in several]
+        refuse_repeats(paths)
+        return _Arrays(open_records(paths))
+    first = several[0]
+    if several is records and (
+        _holds_numbers(first) or (isinstance(first, tuple) and first and _holds_numbers(first[0]))
+    ):
+        return records  # type: ignore[return-value]  # a list is read as a data set is, an item at a time
+    return _Arrays([_array(name, records)])
+
+
+def _is_data_module(value: object) -> bool:
+    """Of ``lightning.pytorch`` or ``pytorch_lightning``, neither of which is imported for this."""
+    return any(base.__name__ == "LightningDataModule" for base in type(value).__mro__)
+
+
+def _of_data_module(name: str, module: Any) -> Any:
+    """The data set behind a data module's training loader, after the calls that a trainer makes before ``fit``."""
+    kind = type(module).__name__
+    try:
+        module.prepare_data()
+        module.setup("fit")
+        loader = module.train_dataloader()
+    except MemoryError:
+        raise
+    except Exception as error:  # a data module may raise anything
+        raise DataError(
+            f"The data module {kind} of the {name} records gives no training loader: "
+            f"{type(error).__name__}{_reason(error)}. Repair it, or give a data set of it."
+        ) from error
+    if not isinstance(loader, DataLoader):
+        raise DataError(
+            f"The data module {kind} of the {name} records gives a {type(loader).__name__} to train on, not one "
+            "DataLoader. Give one of its data sets."
+        )
+    return loader.dataset
+
+
 def _array(name: str, records: Any) -> NDArray[np.generic]:
     if isinstance(records, np.ma.MaskedArray):
         raise DataError(f"The {name} records are a masked array, and masks are not read. Fill or drop masked records.")
     try:
         array: NDArray[np.generic] = np.asanyarray(_plain(records))
     except ValueError as error:
-        raise DataError(f"The {name} records do not form one array (n, ...): {error}.") from error
+        index = _first_unlike(records)
+        where = "" if index is None else f" {name}[{index}] is not shaped like {name}[0]."
+        raise DataError(f"The {name} records do not form one array (n, ...){_reason(error)}.{where}") from error
     _refuse_type(name, array.dtype)
     if array.ndim < 2:
         raise DataError(
             f"Expected the {name} records as an array (n, ...), one record for each entry. Found shape {array.shape}."
         )
     return array
+
+
+def _first_unlike(records: Any) -> int | None:
+    """The first record that has no shape, or another than the first record."""
+    shapes: list[tuple[int, ...] | None] = []
+    for index, record in enumerate(records):
+        try:
+            shapes = [*shapes[:1], np.shape(record)]
+        except ValueError:  # ragged in itself
+            return index
+        if shapes[-1] != shapes[0]:
+            return index
+    return None
 
 
 def _refuse_type(name: str, dtype: np.dtype[Any]) -> None:

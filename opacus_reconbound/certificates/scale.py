@@ -13,7 +13,7 @@ from opacus_reconbound.certificates.devices import float64_device, rows_at_once,
 from opacus_reconbound.certificates.margins import empirical_bernstein
 from opacus_reconbound.errors import DataError, InvalidValueError
 
-__all__ = ["Normaliser", "TraceScale", "trace_point", "trace_upper"]
+__all__ = ["Normaliser", "TraceScale", "check_resolution", "trace_point", "trace_upper"]
 
 Normaliser = Literal["point", "ucb", "declared"]
 
@@ -99,14 +99,19 @@ def trace_point(reference: torch.Tensor, chunk: int | None = None) -> tuple[torc
             "The reference records are all alike in this representation (tr Σ̂ is zero), so there is nothing to "
             "reconstruct. Check that the file holds the records that you mean."
         )
-    rounding = reference.shape[1] * (2.0**-24 * largest) ** 2  # of float32, in all coordinates
+    check_resolution(trace, largest, reference.shape[1])
+    return mean, trace
+
+
+def check_resolution(trace: float, largest: float, dimension: int) -> None:
+    """Raise ``DataError`` where float32 does not resolve a spread of tr Σ around values up to ``largest``."""
+    rounding = dimension * (2.0**-24 * largest) ** 2  # of float32, in all coordinates
     if not trace > 1e8 * rounding:
         raise DataError(
             f"The records vary by {math.sqrt(trace):.3g} in all around values as large as {largest:.3g}, less than "
             "single precision resolves. Subtract a constant that is fixed in advance, or check that the file holds the "
             "records that you mean."
         )
-    return mean, trace
 
 
 def trace_upper(reference: torch.Tensor, *, level: float, squared_diameter: float, seed: int) -> tuple[float, int]:
@@ -123,6 +128,9 @@ def trace_upper(reference: torch.Tensor, *, level: float, squared_diameter: floa
 
     Returns:
         The bound, never above B/2, and the number of pairs.
+
+    Raises:
+        DataError: two records are further apart than B allows.
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(reference), generator=generator).to(reference.device)
@@ -134,6 +142,11 @@ def trace_upper(reference: torch.Tensor, *, level: float, squared_diameter: floa
         difference = to_float64(reference[order[start:stop]])
         difference -= to_float64(reference[order[pairs + start : pairs + stop]])
         y[start:stop] = 0.5 * difference.square_().sum(dim=1)
+    if float(y.max()) > 0.5 * squared_diameter * (1.0 + 1e-5):
+        raise DataError(
+            f"Two reference records have a squared distance of {2.0 * float(y.max()):.6g}, more than the "
+            f"representation's range B = {squared_diameter:.6g} allows. Declare a true range."
+        )
     margin = empirical_bernstein(
         variance=float(y.var(correction=1)), value_range=0.5 * squared_diameter, n=pairs, level=level
     )

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from opacus_reconbound import _validate
 from opacus_reconbound.errors import InvalidValueError, OverlapError
 
-__all__ = ["SampleSummary", "record_digests", "refuse_overlap", "split_indices", "summarise"]
+__all__ = ["DIGEST_BYTES", "SampleSummary", "record_digests", "refuse_overlap", "split_indices", "summarise"]
 
-_DIGEST_BYTES = 16
+DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ def record_digests(records: NDArray[np.generic]) -> list[bytes]:
     flat = records.reshape(len(records), -1)
     rows = (np.where(row == 0, np.zeros_like(row), row) for row in flat) if flat.dtype.kind == "f" else iter(flat)
     return [
-        hashlib.blake2b(np.ascontiguousarray(row).tobytes(), digest_size=_DIGEST_BYTES, key=header[:64]).digest()
+        hashlib.blake2b(np.ascontiguousarray(row).tobytes(), digest_size=DIGEST_BYTES, key=header[:64]).digest()
         for row in rows
     ]
 
@@ -65,7 +65,7 @@ def refuse_overlap(reference: Sequence[bytes], estimation: Sequence[bytes]) -> N
         )
 
 
-def split_indices(total: int, sizes: Sequence[int], *, seed: int) -> tuple[NDArray[np.intp], ...]:
+def split_indices(total: int, sizes: Sequence[int], *, seed: int | Sequence[int]) -> tuple[NDArray[np.intp], ...]:
     """Disjoint random index sets of the given sizes, in one permutation of ``range(total)``.
 
     Args:

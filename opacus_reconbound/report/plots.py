@@ -1,17 +1,20 @@
-"""ρ* against the step: of a plan, and of a run."""
+"""ρ* against the step, of a plan and of a run; ρ* against the leakage, of several representations."""
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opacus_reconbound._files import check_writable
 from opacus_reconbound.errors import InvalidValueError
 
-__all__ = ["check_picture", "plot_plan", "plot_run"]
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+__all__ = ["check_picture", "plot_plan", "plot_representations", "plot_run"]
 
 _FORMATS = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 _RHO = "ρ*, lower bound on any attack's relative RMSE"
@@ -69,6 +72,51 @@ def plot_run(
     second.plot(accuracy_steps, accuracy, color=_ORANGE, marker="o", markersize=3, linewidth=1.5, label="test accuracy")
     second.set(ylabel="test accuracy", ylim=(0, 1.02))
     _legend(figure, axes, second)
+    return _save(figure, path)
+
+
+def plot_representations(
+    path: str | os.PathLike[str],
+    *,
+    leakage_bits: Sequence[float],
+    rho: Mapping[str, Sequence[float]],
+    images: Mapping[str, Sequence[ArrayLike]],
+    title: str = "What counts as a reconstruction",
+) -> Path:
+    """Draw ρ* against the leakage for several representations, and beside each what it keeps of some images.
+
+    Args:
+        path: of the picture.
+        leakage_bits: γ, bits.
+        rho: for each representation's name, ρ* at these leakages.
+        images: rows of sample images, named: such as the originals, and what each representation keeps of them.
+        title: over the curves.
+
+    Returns:
+        The path written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows, columns = max(1, len(images)), max([1, *(len(row) for row in images.values())])
+    figure = Figure(figsize=(7.5 + 0.75 * columns, max(4.5, 0.75 * rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    parts: Any = figure.subfigures(1, 2, width_ratios=[6.0, 1.5 + 0.75 * columns])
+    left, right = parts
+    axes = left.add_subplot()
+    axes.grid(alpha=0.25)
+    for name, values in rho.items():
+        axes.plot(leakage_bits, values, linewidth=2, label=name)
+    axes.set(xlabel="leakage γ, bits about one record", ylabel=_RHO, title=title, ylim=(0, 1.02))
+    if rho:
+        axes.legend(frameon=False)
+    grid = right.subplots(rows, columns, squeeze=False)
+    for line, (name, pictures) in zip(grid, images.items(), strict=False):
+        line[0].set_ylabel(name, rotation=0, horizontalalignment="right", verticalalignment="center")
+        for cell, picture in zip(line, pictures, strict=False):
+            cell.imshow(picture, cmap="gray", interpolation="nearest")
+    for cell in grid.flat:
+        cell.set(xticks=[], yticks=[], frame_on=False)
     return _save(figure, path)
 
 

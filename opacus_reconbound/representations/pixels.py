@@ -6,9 +6,14 @@ import math
 
 import torch
 
-from opacus_reconbound import _validate
-from opacus_reconbound.errors import DataError, InvalidValueError
-from opacus_reconbound.representations.base import Representation, RepresentationDescriptor
+from opacus_reconbound.errors import InvalidValueError
+from opacus_reconbound.representations.base import (
+    EIGHT_BIT,
+    Representation,
+    RepresentationDescriptor,
+    check_range,
+    checked_range,
+)
 
 __all__ = ["Pixels"]
 
@@ -25,13 +30,16 @@ class Pixels(Representation):
         50979600.0
     """
 
-    def __init__(self, value_range: tuple[float, float] = (0.0, 255.0)) -> None:
+    value_range: tuple[float, float]
+    keeps_values = True
+    uses_range = True
+
+    def __init__(self, value_range: tuple[float, float] = EIGHT_BIT) -> None:
         super().__init__()
-        low = _validate.finite("value_range[0]", value_range[0])
-        high = _validate.finite("value_range[1]", value_range[1])
-        if not low < high:
-            raise InvalidValueError(f"Expected value_range to be (low, high) with low < high. Found {value_range!r}.")
-        self.value_range = (low, high)
+        checked = checked_range(value_range)
+        if checked is None:
+            raise InvalidValueError("Expected value_range to be (low, high). Found None.")
+        self.value_range = checked
 
     def forward(self, records: torch.Tensor) -> torch.Tensor:
         """Flatten to float32 (n, d)."""
@@ -52,16 +60,16 @@ class Pixels(Representation):
 
     def check(self, records: torch.Tensor) -> None:
         """Refuse values outside the declared range, and fractions in [0, 1] under the 8-bit range."""
-        low, high = self.value_range
-        least, largest = float(records.min()), float(records.max())
-        if least < low or largest > high:
-            raise DataError(
-                f"The records hold values from {least:g} to {largest:g}, outside the declared value_range "
-                f"({low:g}, {high:g}). Declare the range that values can take in advance, as in "
-                "Pixels(value_range=(0, 1)), or pass the raw 8-bit images."
-            )
-        if records.is_floating_point() and self.value_range == (0.0, 255.0) and largest <= 1.0:
-            raise DataError(
-                "The records are floating-point numbers in [0, 1], but the declared value_range is (0, 255). "
-                "Say Pixels(value_range=(0, 1)), or pass the raw 8-bit images."
-            )
+        check_range(records, self.value_range, "Pixels(value_range=(0, 1))")
+
+    def transform(self, records: torch.Tensor) -> torch.Tensor:
+        """The records as they are."""
+        return records
+
+    def output_shape(self, record_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a record."""
+        return tuple(record_shape)
+
+    def operator_norm(self, record_shape: tuple[int, ...]) -> float:
+        """1: distances are kept."""
+        return 1.0

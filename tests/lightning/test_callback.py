@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -14,10 +15,12 @@ from opacus.schedulers import LambdaNoise
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from opacus_reconbound.certificates import ReplicaDesign, SourceCertificate
+from opacus_reconbound.certificates.plan import SplitPlan
 from opacus_reconbound.certificates.scale import TraceScale
 from opacus_reconbound.certificates.split import SampleSummary
 from opacus_reconbound.errors import (
     AccountingError,
+    DataError,
     FloorUnreachableError,
     InvalidValueError,
     ReconstructionBudgetExceeded,
@@ -613,3 +616,34 @@ def test_a_resumed_trainer_is_not_charged_twice(space: Any, tmp_path: Any, certi
     without = space.trainer(tmp_path, space.callback(certificate), max_epochs=3)
     with pytest.raises(AccountingError, match="use_ledger"):
         without.fit(space.module(), ckpt_path=tmp_path / "one.ckpt", weights_only=True)
+
+
+# ---- plans of splits -------------------------------------------------------------------------------------------------
+
+
+def planned(train: int, certificate: SourceCertificate) -> tuple[SplitPlan, SourceCertificate]:
+    """A plan in which D_train lies within D_est, and a certificate of it."""
+    records = torch.arange(400).reshape(200, 2)
+    roles = {"reference": range(80), "estimation": range(80, 200), "train": range(100, 100 + train)}
+    plan = SplitPlan.of(records, roles)  # type: ignore[arg-type]
+    samples = {"reference": plan.samples["reference"], "estimation": plan.samples["estimation"]}
+    return plan, replace(certificate, **samples)  # type: ignore[arg-type]
+
+
+def test_a_run_that_fits_its_plan(space: Any, tmp_path: Any, certificate: SourceCertificate) -> None:
+    plan, made = planned(64, certificate)
+    plan.save(tmp_path / "plan.json")
+    callback = space.callback(made, splits=tmp_path / "plan.json")
+    space.trainer(tmp_path, callback, max_epochs=1).fit(space.module())
+    assert callback.splits == plan
+    assert len(callback.accountant) == STEPS_PER_EPOCH
+
+
+def test_a_run_that_does_not_fit_its_plan(space: Any, tmp_path: Any, certificate: SourceCertificate) -> None:
+    plan, made = planned(63, certificate)
+    with pytest.raises(DataError, match="certificate's reference sample has 10 records, but the plan's D_perp has 80"):
+        space.callback(certificate, splits=plan)
+    model = space.module()
+    with pytest.raises(DataError, match="data set has 64 records, but the plan's D_train has 63"):
+        space.trainer(tmp_path, space.callback(made, splits=plan)).fit(model)
+    assert model.updates == 0

@@ -17,6 +17,7 @@ pytest.importorskip("matplotlib")
 from opacus_reconbound.report import plots
 
 BLUE, ORANGE = (0x1F, 0x5F, 0xA8), (0xC8, 0x64, 0x1A)
+BLUE_LINE, ORANGE_LINE = (0x1F, 0x77, 0xB4), (0xFF, 0x7F, 0x0E)  # matplotlib's first two
 STEPS = list(range(0, 401, 10))
 PLAN: dict[str, Any] = {
     "steps": STEPS,
@@ -55,6 +56,20 @@ def test_a_run(tmp_path: Path) -> None:
     assert count(path, ORANGE) > 100
     nothing = plots.plot_run(tmp_path / "empty.png", steps=[], rho=[])
     assert count(nothing, ORANGE) < count(path, ORANGE)
+
+
+def test_representations(tmp_path: Path) -> None:
+    white = np.ones((8, 8))
+    drawn = plots.plot_representations(
+        tmp_path / "r.png",
+        leakage_bits=[0, 1, 2],
+        rho={"pixels": [0.9, 0.8, 0.7], "coarse": [0.8, 0.6, 0.5]},
+        images={"original": [np.eye(8), 1 - np.eye(8)], "coarse": [white]},
+    )
+    assert count(drawn, BLUE_LINE) > 300
+    assert count(drawn, ORANGE_LINE) > 300
+    empty = plots.plot_representations(tmp_path / "e.png", leakage_bits=[], rho={}, images={})
+    assert count(empty, BLUE_LINE) == 0
 
 
 def test_infinite_leakage_can_be_drawn(tmp_path: Path) -> None:
