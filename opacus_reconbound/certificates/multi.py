@@ -517,11 +517,10 @@ def multi_estimates(
     drawn = sweep([pairs for pairs, _ in plans], _PAIRS, None, part(progress, 2 * turns, stages, width=2))
     largest = 2.0 * float(half_square_norms(estimation).max())
     results = []
-    for index, (potential, (log_v2, pool), (_, trials)) in enumerate(zip(potentials, drawn, plans, strict=True)):
+    for index, (potential, (_, trials)) in enumerate(zip(potentials, plans, strict=True)):
         found = log_v_upper(
             estimation,
-            log_v2,
-            pool,
+            *drawn.pop(0),  # the pairs are not needed any more
             scale=potential.scale,
             replicas=potential.replicas,
             trials=trials,

@@ -145,17 +145,39 @@ def draw_pairs(
             counter.add(1)
         return [torch.cat(parts) for parts in drawn]
 
-    pools: list[list[torch.Tensor]] = [[] for _ in jobs]
+    pools = [_Rows(job.pairs) for job in jobs]
     with strict_float32():
         for found in in_order(sweep, starts, z.device, counter):
             for pool, some in zip(pools, found, strict=True):
-                pool.append(some)
+                pool.add(some)
     results = []
-    for j in range(len(jobs)):
-        total = math.fsum(masses[j].tolist()) / (share * n * n)
-        results.append((math.log(total) if total > 0.0 else -math.inf, Pool(torch.cat(pools[j]))))
-        pools[j].clear()
+    for job_masses, pool in zip(masses, pools, strict=True):
+        total = math.fsum(job_masses.tolist()) / (share * n * n)
+        results.append((math.log(total) if total > 0.0 else -math.inf, Pool(pool.all())))
     return results
+
+
+class _Rows:
+    """Pairs of record numbers in one piece of memory, which grows when it must.
+
+    Many small results kept between large temporaries would fragment the heap.
+    """
+
+    def __init__(self, expected: int) -> None:
+        self._memory = torch.empty((int(1.1 * expected) + 1_000, 2), dtype=torch.int32)  # untouched, it costs nothing
+        self._count = 0
+
+    def add(self, rows: torch.Tensor) -> None:
+        end = self._count + len(rows)
+        if end > len(self._memory):
+            larger = torch.empty((end + end // 4, 2), dtype=torch.int32)
+            larger[: self._count] = self._memory[: self._count]
+            self._memory = larger
+        self._memory[self._count : end] = rows
+        self._count = end
+
+    def all(self) -> torch.Tensor:
+        return self._memory[: self._count]
 
 
 def _pilot_mass(z: torch.Tensor, half: torch.Tensor, job: PairJob, repeats: bool) -> float:
