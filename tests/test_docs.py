@@ -185,7 +185,7 @@ def public_names() -> set[str]:
     names |= {f"opacus_reconbound.certificates.designs.{name}" for name in ("BlockDesign", "ReplicaDesign")}
     return names | {
         f"opacus_reconbound.certificates.{name}"
-        for name in ("records.RecordSource", "envelope.Winner", "diagnostics.DesignDiagnostics")
+        for name in ("records.RecordSource", "plan.Overlap", "envelope.Winner", "diagnostics.DesignDiagnostics")
     }
 
 

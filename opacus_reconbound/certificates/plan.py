@@ -112,10 +112,8 @@ class SplitPlan:
     Example:
         >>> records = np.arange(600).reshape(200, 3)
         >>> plan = SplitPlan.make(records, reference=40, estimation=150, targets=10)
-        >>> [len(plan.indices(role)) for role in plan.roles]
-        [40, 150, 10]
-        >>> plan.overlaps()
-        ()
+        >>> len(plan.select(records, "estimation")), len(plan.overlaps())
+        (150, 0)
     """
 
     def __init__(self, content: Mapping[str, Any], roles: Mapping[str, Indices]) -> None:
