@@ -177,7 +177,7 @@ def fit_multi_potentials(
         seed: of everything random.
         axes: ``principal_axes`` of the reference sample, made here if not given.
         centres: of f_0.
-        step: how far f goes from f_0 towards −s ln h; 2/m unless given, as h depends on the (m − 1)st power of e^{f/s}.
+        step: how far f goes at most from f_0 towards −s ln h; 2/m unless given.
         most: trials for a doubling.
         progress: told (done, in all), in hundredths.
     """
@@ -206,16 +206,20 @@ def fit_multi_potentials(
             seed=stream_seed(seed, _FIT_TRIALS, number),
             repeats=False,
         )
-        means, shares, shift = reference.new_empty((0, reference.shape[1])), torch.empty(0, dtype=torch.float64), 0.0
+        means, shares = reference.new_empty((0, reference.shape[1])), torch.empty(0, dtype=torch.float64)
+        taken, shift = 0.0, 0.0
         if pool.size == replicas and len(pool):
             means, shares = _imitate(reference, job.weights.log(), pool, mixture.rate)
-            shift = -scale / replicas * log_v[-1]
+            way = -scale * log_sum_kernel(reference, means, shares, mixture.rate) - mixture.potential(reference)
+            longest = _longest_step(replicas) if step is None else step
+            taken, change = _best_step(pool, way, scale, longest)
+            shift = -scale / replicas * (log_v[-1] + change)
         found.append(
             MultiPotential(
                 centres=mixture,
                 tuple_means=means,
                 log_shares=shares,
-                step=2.0 / max(replicas, 4) if step is None else step,
+                step=taken,
                 shift=shift,
                 largest=max(float(mixture.potential(reference).max()), 1e-3),
                 log_v=log_v,
@@ -272,6 +276,24 @@ def _imitate(z: torch.Tensor, log_w: torch.Tensor, pool: Pool, rate: float) -> t
     means = tuple_means(z, shuffled[:, :-1], torch.float64).float()
     log_f = log_sum_kernel(means, z, log_w - math.log(len(z)), rate)
     return means, -(log_f + math.log(len(means)))
+
+
+def _longest_step(replicas: int) -> float:
+    """2/m: where a record shares its tuples with none but its copies, h goes as e^{(m−1)f/s} and 1/m is all the way."""
+    return 2.0 / max(replicas, 4)
+
+
+def _best_step(pool: Pool, way: torch.Tensor, scale: float, longest: float) -> tuple[float, float]:
+    """How far to go from f along ``way``, and what it adds to ln V_m: by draws of q_m, ln E e^{t Σ way/s}.
+
+    Too long a step can leave f worse than it was; Lemma 1's value is concave along the way.
+    """
+    sums = way[pool.members.long()].sum(dim=1) / scale
+    best = (0.0, 0.0, 0.0)
+    for t in (longest, longest / 2.0, longest / 4.0):
+        change = float(torch.logsumexp(t * sums, dim=0)) - math.log(len(pool))
+        best = max(best, (t * float(way.mean()) - scale / pool.size * change, t, change))
+    return best[1], best[2]
 
 
 def plan_trials(
@@ -484,7 +506,9 @@ def multi_estimates(
             if log_v and pool.size == m:
                 means, shares = _imitate(estimation, fs[index] / s, pool, potential.centres.rate)
                 log_h = log_sum_kernel(estimation, means, shares, potential.centres.rate)
-                refined = (1.0 - potential.step) * fs[index] - potential.step * s * log_h - s / m * log_v[-1]
+                way = -s * log_h - fs[index]
+                step, change = _best_step(pool, way, s, _longest_step(m))
+                refined = fs[index] + step * way - s / m * (log_v[-1] + change)
                 fs[index] = refined.clamp(max=s * (math.log(n) - 1.0))
                 plans[index] = plan(potential, log_v)
             if progress is not None:
