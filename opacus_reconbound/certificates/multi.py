@@ -155,7 +155,8 @@ class MultiPotential:
         if len(self.tuple_means) == 0:
             return f0 + self.shift
         log_h = log_sum_kernel(z, self.tuple_means, self.log_shares, self.centres.rate)
-        return (1.0 - self.step) * f0 - self.step * self.scale * log_h + self.shift
+        way = -self.scale * log_h - f0
+        return f0 + _move(way, self.step, self.scale, self.replicas, len(self.tuple_means)) + self.shift
 
 
 def fit_multi_potentials(
@@ -212,7 +213,7 @@ def fit_multi_potentials(
             means, shares = _imitate(reference, job.weights.log(), pool, mixture.rate)
             way = -scale * log_sum_kernel(reference, means, shares, mixture.rate) - mixture.potential(reference)
             longest = _longest_step(replicas) if step is None else step
-            taken, change = _best_step(pool, way, scale, longest)
+            taken, change = _best_step(pool, way, scale, longest, len(means))
             shift = -scale / replicas * (log_v[-1] + change)
         found.append(
             MultiPotential(
@@ -283,16 +284,25 @@ def _longest_step(replicas: int) -> float:
     return 2.0 / max(replicas, 4)
 
 
-def _best_step(pool: Pool, way: torch.Tensor, scale: float, longest: float) -> tuple[float, float]:
-    """How far to go from f along ``way``, and what it adds to ln V_m: by draws of q_m, ln E e^{t Σ way/s}.
+def _move(way: torch.Tensor, step: float, scale: float, replicas: int, drawn: int) -> torch.Tensor:
+    """A step along ``way`` = −s ln h − f. No record's share of q_m is raised more than M-fold, M the tuples behind h.
 
-    Too long a step can leave f worse than it was; Lemma 1's value is concave along the way.
+    A record that is in none of them, and is no neighbour of any, has a share of about 1/M at most.
     """
-    sums = way[pool.members.long()].sum(dim=1) / scale
+    return (step * way).clamp(max=scale / replicas * math.log(drawn))
+
+
+def _best_step(pool: Pool, way: torch.Tensor, scale: float, longest: float, drawn: int) -> tuple[float, float]:
+    """How far to go from f along ``way``, and what that adds to ln V_m: by draws of q_m, ln E e^{Σ move/s}.
+
+    Too long a step can leave f worse than it was.
+    """
     best = (0.0, 0.0, 0.0)
-    for t in (longest, longest / 2.0, longest / 4.0):
-        change = float(torch.logsumexp(t * sums, dim=0)) - math.log(len(pool))
-        best = max(best, (t * float(way.mean()) - scale / pool.size * change, t, change))
+    for step in (longest, longest / 2.0, longest / 4.0):
+        move = _move(way, step, scale, pool.size, drawn)
+        sums = move[pool.members.long()].sum(dim=1) / scale
+        change = float(torch.logsumexp(sums, dim=0)) - math.log(len(pool))
+        best = max(best, (float(move.mean()) - scale / pool.size * change, step, change))
     return best[1], best[2]
 
 
@@ -507,8 +517,8 @@ def multi_estimates(
                 means, shares = _imitate(estimation, fs[index] / s, pool, potential.centres.rate)
                 log_h = log_sum_kernel(estimation, means, shares, potential.centres.rate)
                 way = -s * log_h - fs[index]
-                step, change = _best_step(pool, way, s, _longest_step(m))
-                refined = fs[index] + step * way - s / m * (log_v[-1] + change)
+                step, change = _best_step(pool, way, s, _longest_step(m), len(means))
+                refined = fs[index] + _move(way, step, s, m, len(means)) - s / m * (log_v[-1] + change)
                 fs[index] = refined.clamp(max=s * (math.log(n) - 1.0))
                 plans[index] = plan(potential, log_v)
             if progress is not None:
