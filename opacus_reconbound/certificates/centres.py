@@ -21,11 +21,12 @@ from opacus_reconbound.certificates.kernel import cost_error, costs, half_square
 __all__ = ["Centres", "fit_centres", "log_sum_kernel"]
 
 _CHUNK = 2048
+_CELLS = 1 << 22  # of a table in float64: 32 MiB
 _ROUNDING = 1e-9  # of a log-sum-exp in float64 and its exponents, in nats
 
 
 def log_sum_kernel(
-    z: torch.Tensor, points: torch.Tensor, log_weights: torch.Tensor, rate: float, chunk: int = _CHUNK
+    z: torch.Tensor, points: torch.Tensor, log_weights: torch.Tensor, rate: float, cells: int = _CELLS
 ) -> torch.Tensor:
     """Ln Σ_k exp(log_weights_k − rate ‖z − p_k‖²) for each record, float64, in the log domain.
 
@@ -34,9 +35,10 @@ def log_sum_kernel(
         points: (K, d) float32.
         log_weights: (K,) float64.
         rate: per squared unit.
-        chunk: records at a time.
+        cells: of the table of records by points that is held at a time.
     """
     half_p = half_square_norms(points)
+    chunk = max(1, cells // max(1, len(points)))
     parts = []
     with strict_float32():
         for start in range(0, len(z), chunk):

@@ -156,7 +156,8 @@ class MultiPotential:
         if len(self.tuple_means) == 0:
             return f0 + self.shift
         log_h = log_sum_kernel(z, self.tuple_means, self.log_shares, self.centres.rate)
-        return (1.0 - self.step) * f0 - self.step * self.scale * log_h + self.shift
+        way = -self.scale * log_h - f0
+        return f0 + _move(way, self.step, self.scale, self.replicas, len(self.tuple_means)) + self.shift
 
 
 def fit_multi_potentials(
@@ -178,7 +179,7 @@ def fit_multi_potentials(
         seed: of everything random.
         axes: ``principal_axes`` of the reference sample, made here if not given.
         centres: of f_0.
-        step: how far f goes from f_0 towards −s ln h; 2/m unless given, as h depends on the (m − 1)st power of e^{f/s}.
+        step: how far f goes at most from f_0 towards −s ln h; 2/m unless given.
         most: trials for a doubling.
         progress: told (done, in all), in hundredths.
     """
@@ -207,16 +208,20 @@ def fit_multi_potentials(
             seed=stream_seed(seed, _FIT_TRIALS, number),
             repeats=False,
         )
-        means, shares, shift = reference.new_empty((0, reference.shape[1])), torch.empty(0, dtype=torch.float64), 0.0
+        means, shares = reference.new_empty((0, reference.shape[1])), torch.empty(0, dtype=torch.float64)
+        taken, shift = 0.0, 0.0
         if pool.size == replicas and len(pool):
             means, shares = _imitate(reference, job.weights.log(), pool, mixture.rate)
-            shift = -scale / replicas * log_v[-1]
+            way = -scale * log_sum_kernel(reference, means, shares, mixture.rate) - mixture.potential(reference)
+            longest = _longest_step(replicas) if step is None else step
+            taken, change = _best_step(pool, way, scale, longest, len(means))
+            shift = -scale / replicas * (log_v[-1] + change)
         found.append(
             MultiPotential(
                 centres=mixture,
                 tuple_means=means,
                 log_shares=shares,
-                step=2.0 / max(replicas, 4) if step is None else step,
+                step=taken,
                 shift=shift,
                 largest=max(float(mixture.potential(reference).max()), 1e-3),
                 log_v=log_v,
@@ -273,6 +278,33 @@ def _imitate(z: torch.Tensor, log_w: torch.Tensor, pool: Pool, rate: float) -> t
     means = tuple_means(z, shuffled[:, :-1], torch.float64).float()
     log_f = log_sum_kernel(means, z, log_w - math.log(len(z)), rate)
     return means, -(log_f + math.log(len(means)))
+
+
+def _longest_step(replicas: int) -> float:
+    """2/m: where a record shares its tuples with none but its copies, h goes as e^{(m−1)f/s} and 1/m is all the way."""
+    return 2.0 / max(replicas, 4)
+
+
+def _move(way: torch.Tensor, step: float, scale: float, replicas: int, drawn: int) -> torch.Tensor:
+    """A step along ``way`` = −s ln h − f. No record's share of q_m is raised more than M-fold, M the tuples behind h.
+
+    A record that is in none of them, and is no neighbour of any, has a share of about 1/M at most.
+    """
+    return (step * way).clamp(max=scale / replicas * math.log(drawn))
+
+
+def _best_step(pool: Pool, way: torch.Tensor, scale: float, longest: float, drawn: int) -> tuple[float, float]:
+    """How far to go from f along ``way``, and what that adds to ln V_m: by draws of q_m, ln E e^{Σ move/s}.
+
+    Too long a step can leave f worse than it was.
+    """
+    best = (0.0, 0.0, 0.0)
+    for step in (longest, longest / 2.0, longest / 4.0):
+        move = _move(way, step, scale, pool.size, drawn)
+        sums = move[pool.members.long()].sum(dim=1) / scale
+        change = float(torch.logsumexp(sums, dim=0)) - math.log(len(pool))
+        best = max(best, (float(move.mean()) - scale / pool.size * change, step, change))
+    return best[1], best[2]
 
 
 def plan_trials(
@@ -509,7 +541,9 @@ def multi_estimates(
             if log_v and pool.size == m:
                 means, shares = _imitate(estimation, fs[index] / s, pool, potential.centres.rate)
                 log_h = log_sum_kernel(estimation, means, shares, potential.centres.rate)
-                refined = (1.0 - potential.step) * fs[index] - potential.step * s * log_h - s / m * log_v[-1]
+                way = -s * log_h - fs[index]
+                step, change = _best_step(pool, way, s, _longest_step(m), len(means))
+                refined = fs[index] + _move(way, step, s, m, len(means)) - s / m * (log_v[-1] + change)
                 fs[index] = refined.clamp(max=s * (math.log(n) - 1.0))
                 plans[index] = plan(potential, log_v)
             if progress is not None:

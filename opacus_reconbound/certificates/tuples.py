@@ -38,6 +38,7 @@ _TRIALS = 1 << 18
 _TILE = 512
 _BLOCK = 64
 _PILOT = 256
+_MEANS = 1 << 15  # tuple means made at a time
 _MOST_PAIRS = 200_000_000
 # a distance, of the first coordinates or of all, is reduced by this before it may reject: in spite of float32 the
 # chance of acceptance is never below the exact one, and a larger kernel makes every norm larger. Only between means so
@@ -279,8 +280,10 @@ def double(
     if len(pool) == 0:
         return 0, Pool(pool.members.new_empty((0, 2 * r)))
     factor = _HEAD_SAFETY * r / (2.0 * scale)
-    table = heads if r == 2 else tuple_means(heads, pool.members)
-    first, second = table[:, :near].contiguous(), table[:, near:].contiguous()
+    if r == 2:
+        first, second = heads[:, :near].contiguous(), heads[:, near:].contiguous()
+    else:
+        first, second = tuple_means(heads[:, :near], pool.members), tuple_means(heads[:, near:], pool.members)
     kernel = trial_kernel() if compiled else None
     counter = Counter(progress, trials)
 
@@ -342,7 +345,11 @@ def _gap(table: torch.Tensor, members: torch.Tensor, pairs: torch.Tensor) -> tor
 
 def tuple_means(z: torch.Tensor, members: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Means of tuples of rows, (N, d)."""
-    result = z[members[:, 0].long()].to(dtype)
-    for column in range(1, members.shape[1]):
-        result += z[members[:, column].long()]
-    return result.div_(members.shape[1])
+    means = torch.empty((len(members), z.shape[1]), dtype=dtype, device=z.device)
+    for start in range(0, len(members), _MEANS):
+        some = members[start : start + _MEANS].long()
+        total = z[some[:, 0]].to(dtype)
+        for column in range(1, members.shape[1]):
+            total += z[some[:, column]]
+        means[start : start + _MEANS] = total.div_(members.shape[1])
+    return means

@@ -403,3 +403,15 @@ def test_counter_without_a_listener() -> None:
     counter = Counter(None, 3)
     counter.add(3)
     counter.add()
+
+
+def test_steady_work_has_one_tensor_thread_even_alone() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        for items in ([0], [0, 1], list(range(7))):
+            assert set(shared_out(lambda hand: torch.get_num_threads(), items, CPU, steady=True)) == {1}
+        assert shared_out(lambda hand: torch.get_num_threads(), [0], CPU) == [3]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
