@@ -4,6 +4,7 @@ from opacus_reconbound.leakage.calibration import noise_for_leakage as noise_for
 from opacus_reconbound.leakage.calibration import steps_for_leakage as steps_for_leakage
 from opacus_reconbound.leakage.exact import ExactSum as ExactSum
 from opacus_reconbound.leakage.gaussian import realised_sample_rate as realised_sample_rate
+from opacus_reconbound.leakage.gaussian import step_ceiling as step_ceiling
 from opacus_reconbound.leakage.gaussian import step_charge as step_charge
 from opacus_reconbound.leakage.gaussian import step_charges as step_charges
 from opacus_reconbound.leakage.gaussian import step_leakage as step_leakage
@@ -16,6 +17,7 @@ __all__ = [
     "Schedule",
     "noise_for_leakage",
     "realised_sample_rate",
+    "step_ceiling",
     "step_charge",
     "step_charges",
     "step_leakage",
