@@ -21,8 +21,13 @@ if TYPE_CHECKING:
     from opacus_reconbound.checks import guard as guard
     from opacus_reconbound.checks import inspect as inspect
     from opacus_reconbound.checks import keep_empty_batches as keep_empty_batches
+    from opacus_reconbound.engine import Epsilon as Epsilon
     from opacus_reconbound.engine import Forecast as Forecast
+    from opacus_reconbound.engine import calibrate_batch_size as calibrate_batch_size
     from opacus_reconbound.engine import calibrate_noise as calibrate_noise
+    from opacus_reconbound.engine import calibrate_noise_scale as calibrate_noise_scale
+    from opacus_reconbound.engine import calibrate_sample_rate as calibrate_sample_rate
+    from opacus_reconbound.engine import calibrate_steps as calibrate_steps
     from opacus_reconbound.engine import forecast as forecast
     from opacus_reconbound.engine import make_private_with_rho as make_private_with_rho
     from opacus_reconbound.errors import ReconboundError as ReconboundError
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
     from opacus_reconbound.representations.pixels import Pixels as Pixels
 
 _HOMES = {
+    "Epsilon": "engine",
     "Finding": "checks",
     "Forecast": "engine",
     "Ledger": "leakage.ledger",
@@ -43,7 +49,11 @@ _HOMES = {
     "Schedule": "leakage.schedule",
     "SourceCertificate": "certificates.certificate",
     "SplitPlan": "certificates.plan",
+    "calibrate_batch_size": "engine",
     "calibrate_noise": "engine",
+    "calibrate_noise_scale": "engine",
+    "calibrate_sample_rate": "engine",
+    "calibrate_steps": "engine",
     "certify": "certificates.certify",
     "fingerprint": "_fingerprint",
     "forecast": "engine",
@@ -55,6 +65,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Epsilon",
     "Finding",
     "Forecast",
     "Ledger",
@@ -65,7 +76,11 @@ __all__ = [
     "Schedule",
     "SourceCertificate",
     "SplitPlan",
+    "calibrate_batch_size",
     "calibrate_noise",
+    "calibrate_noise_scale",
+    "calibrate_sample_rate",
+    "calibrate_steps",
     "certify",
     "fingerprint",
     "forecast",

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from opacus_reconbound._images import ImageFiles
 from opacus_reconbound.errors import DataError, InvalidValueError
 
-__all__ = ["Stored", "check_writable", "open_records", "open_source", "refuse_repeats", "split_key"]
+__all__ = ["Stored", "check_writable", "open_records", "open_source", "read_numbers", "refuse_repeats", "split_key"]
 
 Stored: TypeAlias = NDArray[np.generic] | ImageFiles
 
@@ -75,6 +75,29 @@ def open_source(source: str) -> Stored:
             f"{source} holds an array of shape {array.shape}; expected (records, ...), one record for each entry."
         )
     return array
+
+
+def read_numbers(path: Path) -> NDArray[np.float64]:
+    """One number after another: of a ``.npy`` file, or of a text, apart by spaces, commas or lines.
+
+    Raises:
+        DataError: it is missing, or holds something else.
+    """
+    try:
+        numbers: Any
+        if path.suffix.lower() == ".npy":
+            numbers = np.load(path, allow_pickle=False)
+        else:
+            numbers = path.read_text(encoding="utf-8").replace(",", " ").split()
+        if len(numbers) == 0:
+            raise ValueError("it holds none")
+        return np.asarray(numbers, dtype=np.float64).ravel()
+    except (OSError, ValueError, TypeError, EOFError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise DataError(
+            f"{path} cannot be read as numbers: {reason}. Give a .npy file, or a text of numbers apart by spaces, "
+            "commas or lines."
+        ) from error
 
 
 def refuse_repeats(sources: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from opacus.accountants.accountant import IAccountant
 from opacus_reconbound import _validate
 from opacus_reconbound._mechanism import ADAPTIVE, BatchSizes, effective_noise, is_adaptive, is_ghost
 from opacus_reconbound.errors import AccountingError, InvalidValueError, LedgerError, ReconstructionBudgetExceeded
-from opacus_reconbound.leakage import ExactSum, Schedule, step_charge, step_charges
+from opacus_reconbound.leakage import ExactSum, Schedule, step_ceiling, step_charge, step_charges
 
 if TYPE_CHECKING:
     from opacus_reconbound.certificates.certificate import ReconstructionBound, SourceCertificate
@@ -67,6 +67,11 @@ def _entry(index: int, entry: Any) -> Entry:
 
 def _reveals(sigma: float, q: float) -> bool:
     return q > 0 and not math.isinf(sigma)
+
+
+def _sum_above(a: float, b: float) -> float:
+    """A number not below a + b."""
+    return math.nextafter(a + b, math.inf)
 
 
 def _counts(history: Iterable[Entry]) -> Counter[tuple[float, float]]:
@@ -156,6 +161,26 @@ class _Totals(NamedTuple):
     steps: int = 0
     recorded: ExactSum = ExactSum()
     charged: ExactSum = ExactSum()
+
+
+class _Ahead(NamedTuple):
+    """How far the history got under a budget, and an upper bound on its charge, so that not every step need be summed.
+
+    Far from the budget a step is admitted by ``ceiling_bits`` alone. Only where that bound meets the budget, what is
+    new since the last exact sum is added to it, in one go, and decides. The bound is about a tenth above the sum, so
+    what is left of the budget shrinks about tenfold from one such sum to the next, and a run makes few of them.
+    """
+
+    version: int
+    runs: int = 0
+    last: int = 0
+    steps: int = 0
+    ceiling_bits: float = 0.0
+
+    def describes(self, history: _History) -> bool:
+        """Whether these are the entries, and the steps of the last of them, that the history has now."""
+        runs = len(history)
+        return self.version == history.version and self.runs == runs and (runs == 0 or self.last == history[-1][2])
 
 
 class Permit(Protocol):
@@ -300,6 +325,7 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
         self._remembered: dict[str, Any] | None = None  # the ledger that a loaded state was charged to
         self._history = _History((), 0)
         self._totals = _Totals(0)
+        self._ahead = _Ahead(0)
         self._budget_bits: float | None = None
         self._floor: float | None = None  # what the budget stands for, for messages
         super().__init__()
@@ -324,6 +350,9 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
         return Schedule.from_history(self._history)
 
     def __len__(self) -> int:
+        ahead = self._ahead
+        if ahead.describes(self._history):
+            return ahead.steps
         totals, entries = self._unread()
         return totals.steps - totals.last + sum(steps for _, _, steps in entries)
 
@@ -345,33 +374,39 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
                 last_sigma, last_q, before = history[-1]
                 if last_sigma == sigma and last_q == q:
                     merges, steps = True, before + 1
-            totals = None
+            ahead = None
             if self._session is not None:
                 self._charge_ledger(self._session, sigma, q)
             elif self._remembered is not None:
                 raise self._ledger_is_missing()
             elif self._budget_bits is not None:
-                totals = self._affordable(sigma, q, self._budget_bits)
-                totals = totals._replace(runs=len(history) + (not merges), last=steps)
+                taken, ceiling = self._affordable(sigma, q, self._budget_bits)
+                ahead = _Ahead(history.version, len(history) + (not merges), steps, taken + 1, ceiling)
             # One change of the list, so that a reader in another thread never misses an entry; the version stays.
             if merges:
                 list.__setitem__(history, -1, (sigma, q, steps))
             else:
                 list.append(history, (sigma, q, 1))
-            if totals is not None:
-                self._totals = totals
+            if ahead is not None:
+                self._ahead = ahead
 
-    def _affordable(self, sigma: float, q: float, budget: float) -> _Totals:
-        """The sums after one more step, unless they exceed the budget."""
-        version, runs, last, steps, recorded, charged = self._read()
-        before, recorded, charged = charged.value, recorded.copy(), charged.copy()
-        bits, charged_bits = step_charge(q, sigma)
-        recorded.add(bits)
-        charged.add(charged_bits)
-        after = charged.value
-        if after > budget:
-            raise self._exceeded(sigma, q, before, after, budget, f"{steps} step{'s' * (steps != 1)}")
-        return _Totals(version, runs, last, steps + 1, recorded, charged)
+    def _affordable(self, sigma: float, q: float, budget: float) -> tuple[int, float]:
+        """The steps taken, and an upper bound on the charge after one more; an error where it exceeds the budget."""
+        ahead = self._ahead
+        if ahead.describes(self._history):
+            ceiling = _sum_above(ahead.ceiling_bits, step_ceiling(q, sigma))
+            if ceiling <= budget:  # then so is the exact sum, and its rounded value, which is what decides
+                return ahead.steps, ceiling
+        totals = self._read()
+        before = totals.charged.value
+        ceiling = _sum_above(math.nextafter(before, math.inf), step_ceiling(q, sigma))
+        if ceiling > budget:
+            after = totals.charged.after(step_charge(q, sigma)[1])
+            if after > budget:
+                source = f"{totals.steps} step{'s' * (totals.steps != 1)}"
+                raise self._exceeded(sigma, q, before, after, budget, source)
+            ceiling = math.nextafter(after, math.inf)
+        return totals.steps, ceiling
 
     def _exceeded(
         self, sigma: float, q: float, before: float, after: float, budget: float, source: str
@@ -582,9 +617,17 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
 
         The budget is by default the accountant's own; False where there is none.
         """
-        after = self.leakage_after(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps)
         budget = self.budget_bits if budget_bits is None else _validate.non_negative("budget_bits", budget_bits)
-        return budget is not None and after > budget
+        sigma, q = _pair(noise_multiplier, sample_rate)
+        steps = _validate.integer("steps", steps)
+        if budget is None:
+            return False
+        ahead = self._ahead
+        if self._session is None and steps <= _MANY and ahead.describes(self._history):
+            product = math.nextafter(steps * step_ceiling(q, sigma), math.inf)
+            if _sum_above(ahead.ceiling_bits, product) <= budget:
+                return False
+        return self._total().after(step_charge(q, sigma)[1], steps) > budget
 
     def steps_left(self, *, noise_multiplier: float, sample_rate: float) -> int | None:
         """The most further steps at (q, σ) within ``budget_bits``; None for no budget or more than 2**53 steps."""

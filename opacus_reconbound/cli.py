@@ -17,6 +17,8 @@ from opacus_reconbound.errors import DataError, InvalidValueError, ReconboundErr
 
 if TYPE_CHECKING:
     from opacus_reconbound.certificates.certificate import ReconstructionBound, SourceCertificate
+    from opacus_reconbound.engine import Epsilon
+    from opacus_reconbound.leakage import Schedule
 
 __all__ = ["app", "main"]
 
@@ -29,12 +31,13 @@ app = typer.Typer(
     help=(
         "How well could anyone reconstruct a training record?\n\n"
         "First make a certificate of the records, once (certify); then ask what a training schedule guarantees "
-        "(bound, plan) or which noise a guarantee needs (calibrate). ρ* is a lower bound on the error of every "
-        "reconstruction attack, relative to the best guess without the model: 1 means that training reveals nothing "
-        "useful, 0 that nothing is guaranteed.\n\n"
-        "Exit codes: 0 fine, 1 a floor (bound --min-rho) is not met, 2 bad input, 130 interrupted."
+        "(bound, plan) or which noise, steps or batches a guarantee needs (calibrate). ρ* is a lower bound on the "
+        "error of every reconstruction attack, relative to the best guess without the model: 1 means that training "
+        "reveals nothing useful, 0 that nothing is guaranteed.\n\n"
+        "Exit codes: 0 fine, 1 a floor (--min-rho) is not met, 2 bad input, 130 interrupted."
     ),
 )
+
 
 _MOST_STEPS = 2**53
 
@@ -73,6 +76,9 @@ _FLOOR = typer.Option("--min-rho", parser=_number, metavar="RHO", help="The floo
 Certificate = Annotated[Path, typer.Argument(metavar="CERT", help="A file made by `reconbound certify`.")]
 Delta = Annotated[
     float, typer.Option("--delta", parser=_number, metavar="DELTA", help="δ at which ε is shown, in (0, 1).")
+]
+Prv = Annotated[
+    bool, typer.Option("--prv", help="Show ε by the PRV accountant too: tighter, and about a second slower.")
 ]
 AsJson = Annotated[
     bool, typer.Option("--json", help='Print JSON instead of text, unrounded; infinity is the string "inf".')
@@ -379,6 +385,7 @@ def bound(
     given = [value is not None for value in (sample_rate, noise_multiplier, steps)]
     floor = None if min_rho is None else _checked_floor(min_rho)
     result: dict[str, Any]
+    epsilon = None
     if leakage_bits is not None and not any(given):
         found = source.bound(leakage_bits)
         result = _bound_as_dict(found)
@@ -387,7 +394,8 @@ def bound(
 
         run = Schedule.constant(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=_checked_steps(steps))
         found = source.bound(run.charged_bits)
-        result = _bound_as_dict(found) | {"epsilon": _epsilon(run, delta), "delta": delta}
+        epsilon = _epsilon(run, delta, prv=False)
+        result = _bound_as_dict(found) | _epsilon_as_dict(epsilon)
     else:
         raise InvalidValueError(
             "Give --sample-rate, --noise-multiplier and --steps, or --leakage-bits alone; not a part or a mixture."
@@ -397,8 +405,8 @@ def bound(
         _print_json(result | ({} if floor is None else {"min_rho": floor, "met": met}))
     else:
         typer.echo(found.explain())
-        if "epsilon" in result:
-            typer.echo(f"For comparison: ε <= {_up(result['epsilon'])} at δ = {delta:g} (RDP).")
+        if epsilon is not None:
+            typer.echo(f"For comparison: {epsilon.describe()}.")
         if floor is not None:
             typer.echo(
                 f"The floor of {floor:g} is {'met' if met else 'NOT met'}: ρ* = {math.floor(found.rho * 1e4) / 1e4:g}."
@@ -407,44 +415,125 @@ def bound(
         raise typer.Exit(1)
 
 
-@app.command(short_help="The least noise that keeps a floor, and its ε.")
+@app.command(short_help="The noise, steps or batches that keep a floor, and their ε.")
 def calibrate(
     certificate: Certificate,
     min_rho: Annotated[float, _FLOOR],
-    sample_rate: Annotated[float, _RATE],
-    steps: Annotated[int, _STEPS],
+    sample_rate: Annotated[float | None, _RATE] = None,
+    noise_multiplier: Annotated[float | None, _NOISE] = None,
+    steps: Annotated[int | None, _STEPS] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option(
+            parser=_whole, metavar="N", show_default=False, help="Passes, instead of --steps; with --records."
+        ),
+    ] = None,
+    records: Annotated[
+        int | None,
+        typer.Option(
+            parser=_whole, metavar="N", show_default=False, help="Training records: find the largest batch size."
+        ),
+    ] = None,
+    noise_shape: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="Relative noise of every step, a .npy file or a text of numbers: find the least factor on it.",
+        ),
+    ] = None,
     delta: Delta = 1e-5,
+    prv: Prv = False,
     as_json: AsJson = False,
 ) -> None:
-    """The least noise that keeps ρ* at or above a floor, rounded to the safe side, and what it means in ε.
+    """What keeps ρ* at or above a floor, rounded to the safe side, and what it means in ε.
+
+    Of the sample rate, the noise and the steps, give two; the third is found: the least noise, the most steps, or the
+    largest sample rate. With --records the largest batch size of a data loader is found in place of a rate, for a
+    number of steps or epochs. With --noise-shape the noise of each step is a factor times its entry in a file, and
+    the least factor is found.
 
     \b
-    Example:
+    Examples:
       reconbound calibrate mnist.json --min-rho 0.8 --sample-rate 0.02 --steps 4900
+      reconbound calibrate mnist.json --min-rho 0.8 --sample-rate 0.02 --noise-multiplier 1.1
+      reconbound calibrate mnist.json --min-rho 0.8 --noise-multiplier 1.1 --steps 4900
+      reconbound calibrate mnist.json --min-rho 0.8 --noise-multiplier 1.1 --epochs 20 --records 60000
+      reconbound calibrate mnist.json --min-rho 0.8 --sample-rate 0.02 --noise-shape decay.npy
     """  # noqa: D301 - \b keeps the lines of the example
-    from opacus_reconbound.engine import calibrate_noise
+    from opacus_reconbound import engine
     from opacus_reconbound.leakage import Schedule
+    from opacus_reconbound.leakage.calibration import steps_per_epoch
 
-    source = _load(certificate)
-    steps = _checked_steps(steps)
-    sigma = calibrate_noise(source, min_rho=_checked_floor(min_rho), sample_rate=sample_rate, steps=steps)
-    # six decimals, upwards, and printed in full: what is copied from here keeps the floor too
-    sigma = max(sigma, math.ceil(sigma * 1e6) / 1e6)
-    run = Schedule.constant(sample_rate=sample_rate, noise_multiplier=sigma, steps=steps)
-    found = source.bound(run.charged_bits)
-    epsilon = _epsilon(run, delta)
-    if as_json:
-        _print_json(
-            {"noise_multiplier": sigma, "sample_rate": sample_rate, "steps": steps, "min_rho": min_rho}
-            | _bound_as_dict(found)
-            | {"epsilon": epsilon, "delta": delta}
+    source, floor = _load(certificate), _checked_floor(min_rho)
+    steps = None if steps is None else _checked_steps(steps)
+    given = {
+        name
+        for name, value in [
+            ("rate", sample_rate),
+            ("noise", noise_multiplier),
+            ("steps", steps),
+            ("epochs", epochs),
+            ("records", records),
+            ("shape", noise_shape),
+        ]
+        if value is not None
+    }
+    result: dict[str, Any]
+    if given == {"rate", "shape"} and sample_rate is not None and noise_shape is not None:
+        from opacus_reconbound._files import read_numbers
+
+        shape = Schedule.from_arrays(sample_rates=sample_rate, noise_multipliers=read_numbers(noise_shape))
+        factor = _up_six(engine.calibrate_noise_scale(source, min_rho=floor, schedule=shape))
+        run = shape.scaled(factor)
+        result = {"noise_scale": factor, "sample_rate": sample_rate, "steps": run.steps}
+        said = f"noise_scale = {factor!r}: the least factor on {noise_shape} that keeps"
+    elif given == {"rate", "steps"} and sample_rate is not None and steps is not None:
+        sigma = _up_six(engine.calibrate_noise(source, min_rho=floor, sample_rate=sample_rate, steps=steps))
+        run = Schedule.constant(sample_rate=sample_rate, noise_multiplier=sigma, steps=steps)
+        result = {"noise_multiplier": sigma, "sample_rate": sample_rate, "steps": steps}
+        said = f"noise_multiplier = {sigma!r}: the least that keeps"
+    elif given == {"rate", "noise"} and sample_rate is not None and noise_multiplier is not None:
+        most = engine.calibrate_steps(source, min_rho=floor, sample_rate=sample_rate, noise_multiplier=noise_multiplier)
+        steps = _MOST_STEPS if most is None else min(most, _MOST_STEPS)
+        run = Schedule.constant(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps)
+        result = {"steps": steps, "sample_rate": sample_rate, "noise_multiplier": noise_multiplier}
+        said = f"steps = {steps}: {'so many keep' if steps == _MOST_STEPS else 'the most that keep'}"
+    elif given == {"noise", "steps"} and noise_multiplier is not None and steps is not None:
+        rate = engine.calibrate_sample_rate(source, min_rho=floor, noise_multiplier=noise_multiplier, steps=steps)
+        run = Schedule.constant(sample_rate=rate, noise_multiplier=noise_multiplier, steps=steps)
+        result = {"sample_rate": rate, "noise_multiplier": noise_multiplier, "steps": steps}
+        said = f"sample_rate = {rate!r}: the largest that keeps"
+    elif records is not None and noise_multiplier is not None and len(given) == 3 and given & {"steps", "epochs"}:
+        size = engine.calibrate_batch_size(
+            source, min_rho=floor, records=records, noise_multiplier=noise_multiplier, epochs=epochs, steps=steps
         )
+        per_epoch = steps_per_epoch(-(-records // size))
+        steps = _checked_steps(per_epoch * epochs if steps is None and epochs is not None else steps or 0)
+        run = Schedule.constant(sample_rate=1 / per_epoch, noise_multiplier=noise_multiplier, steps=steps)
+        result = {
+            "batch_size": size,
+            "records": records,
+            "sample_rate": 1 / per_epoch,
+            "noise_multiplier": noise_multiplier,
+            "steps": steps,
+        }
+        said = f"batch_size = {size}: the largest that keeps"
+    else:
+        raise InvalidValueError(
+            "Give two of --sample-rate, --noise-multiplier and --steps, to find the third; or --records and "
+            "--noise-multiplier with --steps or --epochs, to find the batch size; or --sample-rate and --noise-shape."
+        )
+    found = source.bound(run.charged_bits)
+    epsilon = _epsilon(run, delta, prv=prv)
+    if as_json:
+        _print_json(result | {"min_rho": min_rho} | _bound_as_dict(found) | _epsilon_as_dict(epsilon))
         return
     typer.echo(
-        f"noise_multiplier = {sigma!r}: the least that keeps ρ* >= {min_rho:g} for {steps:,} steps at sample rate "
-        f"{sample_rate:g} ({_up(run.charged_bits)} bits)."
+        f"{said} ρ* >= {min_rho:g} for {run.steps:,} steps at sample rate {result['sample_rate']:g} "
+        f"({_up(run.charged_bits)} bits)."
     )
-    typer.echo(f"In terms of differential privacy: ε <= {_up(epsilon)} at δ = {delta:g} (RDP).")
+    typer.echo(f"In terms of differential privacy: {epsilon.describe()}.")
     typer.echo(found.explain())
 
 
@@ -460,9 +549,13 @@ def plan(
         Path | None,
         typer.Option(metavar="FILE", help="Draw ρ* against the step into this file: .png, .svg or .pdf."),
     ] = None,
+    delta: Delta = 1e-5,
+    prv: Prv = False,
     as_json: AsJson = False,
 ) -> None:
     """ρ* against the step for a schedule, as a table and a picture, and where a floor would end it.
+
+    With --min-rho, exit code 1 where the floor ends the schedule before its last step.
 
     \b
     Example:
@@ -482,7 +575,15 @@ def plan(
         plots = _need("matplotlib", "report")
         plots.check_picture(plot)
     run = Schedule.constant(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps)
-    ahead = forecast(source, sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps, min_rho=floor)
+    ahead = forecast(
+        source,
+        sample_rate=sample_rate,
+        noise_multiplier=noise_multiplier,
+        steps=steps,
+        min_rho=floor,
+        delta=delta,
+        prv=prv,
+    )
     at = sorted({int(step) for step in np.linspace(0, steps, rows + 1).round()} | {ahead.last_step or 0})
     bits = run.charged_bits_at(at).tolist()
     table = [
@@ -499,19 +600,25 @@ def plan(
             min_rho=floor,
             last_step=ahead.last_step,
         )
+    met = ahead.last_step is None
     if as_json:
-        _print_json({"rows": table, "last_step": ahead.last_step, "min_rho": floor, "forecast": ahead.describe()})
-        return
-    cells = [("step", "bits", "ρ*")]
-    cells += [(f"{row['step']:,}", _up(row["leakage_bits"]), _down3(row["rho_star"])) for row in table]
-    widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
-    for index, cell in enumerate(cells):
-        last = index > 0 and table[index - 1]["step"] == ahead.last_step
-        line = "  ".join(text.rjust(width) for text, width in zip(cell, widths, strict=True))
-        typer.echo(f"{line}{'  <- last step that keeps the floor' if last else ''}")
-    typer.echo(ahead.describe())
-    if plot is not None:
-        typer.echo(f"Wrote {plot}.")
+        content = {"rows": table, "last_step": ahead.last_step, "min_rho": floor, "forecast": ahead.describe()}
+        last = None if ahead.last_epsilon is None else ahead.last_epsilon.rdp
+        content |= _epsilon_as_dict(ahead.epsilon) | {"last_epsilon": last}
+        _print_json(content | ({} if floor is None else {"met": met}))
+    else:
+        cells = [("step", "bits", "ρ*")]
+        cells += [(f"{row['step']:,}", _up(row["leakage_bits"]), _down3(row["rho_star"])) for row in table]
+        widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
+        for index, cell in enumerate(cells):
+            last_kept = index > 0 and table[index - 1]["step"] == ahead.last_step
+            line = "  ".join(text.rjust(width) for text, width in zip(cell, widths, strict=True))
+            typer.echo(f"{line}{'  <- last step that keeps the floor' if last_kept else ''}")
+        typer.echo(ahead.describe())
+        if plot is not None:
+            typer.echo(f"Wrote {plot}.")
+    if not met:
+        raise typer.Exit(1)
 
 
 @app.command(short_help="What all runs on the same records reveal together.")
@@ -691,18 +798,18 @@ def _need(package: str, extra: str) -> Any:
     return plots
 
 
-def _epsilon(schedule: Any, delta: float) -> float:
-    import warnings
+def _epsilon(schedule: Schedule, delta: float, *, prv: bool) -> Epsilon:
+    from opacus_reconbound.engine import epsilon_of
 
-    from opacus_reconbound import _validate
-    from opacus_reconbound.accountants import RDPMutualInformationAccountant
+    history = [(run.noise_multiplier, run.sample_rate, run.steps) for run in schedule]
+    return epsilon_of(history, delta, prv=prv)
 
-    _validate.fraction("delta", delta)
-    accountant = RDPMutualInformationAccountant()
-    accountant.history = [(run.noise_multiplier, run.sample_rate, run.steps) for run in schedule]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
-        return accountant.get_epsilon(delta)
+
+def _epsilon_as_dict(epsilon: Epsilon | None) -> dict[str, Any]:
+    if epsilon is None:
+        return {}
+    prv = {} if epsilon.prv is None else {"epsilon_prv": epsilon.prv}
+    return {"epsilon": epsilon.rdp} | prv | {"delta": epsilon.delta}
 
 
 def _show(certificate: SourceCertificate, as_json: bool, note: str | None) -> None:
@@ -759,6 +866,11 @@ def _up(value: float) -> str:
     if value > 1e12:
         return f"{value * 1.001:.4g}"
     return f"{math.ceil(value * 1e3) / 1e3:.3f}"
+
+
+def _up_six(value: float) -> float:
+    """Six decimals, upwards, to be printed in full: what is copied from here keeps the floor too."""
+    return max(value, math.ceil(value * 1e6) / 1e6)
 
 
 def _down3(value: float) -> str:

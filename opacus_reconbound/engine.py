@@ -3,20 +3,97 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from opacus import PrivacyEngine
 
 from opacus_reconbound import _validate
 from opacus_reconbound._mechanism import is_ghost
-from opacus_reconbound.accountants import MutualInformationAccountant, require_certificate
+from opacus_reconbound.accountants import (
+    MutualInformationAccountant,
+    PRVMutualInformationAccountant,
+    RDPMutualInformationAccountant,
+    require_certificate,
+)
 from opacus_reconbound.certificates.certificate import SourceCertificate
 from opacus_reconbound.errors import AccountingError, CalibrationError, InvalidValueError
-from opacus_reconbound.leakage import noise_for_leakage, step_charge, steps_for_leakage
+from opacus_reconbound.leakage import (
+    Schedule,
+    batch_size_for_leakage,
+    noise_for_leakage,
+    noise_scale_for_leakage,
+    sample_rate_for_leakage,
+    step_charge,
+    steps_for_leakage,
+)
+from opacus_reconbound.leakage.calibration import steps_per_epoch as steps_of_an_epoch
 from opacus_reconbound.leakage.calibration import total_bits
 
-__all__ = ["Forecast", "calibrate_noise", "forecast", "make_private_with_rho", "require_accountant"]
+__all__ = [
+    "Epsilon",
+    "Forecast",
+    "calibrate_batch_size",
+    "calibrate_noise",
+    "calibrate_noise_scale",
+    "calibrate_sample_rate",
+    "calibrate_steps",
+    "epsilon_of",
+    "forecast",
+    "make_private_with_rho",
+    "require_accountant",
+]
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epsilon:
+    """What a run comes to in differential privacy, for comparison.
+
+    Attributes:
+        delta: δ.
+        rdp: ε by Opacus's RDP accountant.
+        prv: ε by its PRV accountant, which is tighter and slower; None where it was not asked for, or failed.
+    """
+
+    delta: float
+    rdp: float
+    prv: float | None = None
+
+    def describe(self) -> str:
+        """Such as ``ε <= 2.100 by RDP, 1.800 by PRV, at δ = 1e-05``; rounded up."""
+        prv = "" if self.prv is None else f", {_ceil(self.prv)} by PRV,"
+        return f"ε <= {_ceil(self.rdp)} by RDP{prv} at δ = {self.delta:g}"
+
+
+def epsilon_of(history: Iterable[tuple[float, float, int]], delta: float, *, prv: bool = False) -> Epsilon:
+    """ε of a history.
+
+    Args:
+        history: entries (noise_multiplier, sample_rate, num_steps), as in an Opacus accountant.
+        delta: δ in (0, 1).
+        prv: by the PRV accountant too, which takes about a second, and longer where ε is large.
+    """
+    delta = _validate.fraction("delta", delta)
+    entries = list(history)
+
+    def by(accountant: MutualInformationAccountant) -> float:
+        accountant.history = entries
+        with warnings.catch_warnings():
+            # RDP's advice to widen its orders; a looser ε is still an upper bound
+            warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
+            return accountant.get_epsilon(delta)
+
+    tighter = None
+    if prv:
+        try:
+            tighter = by(PRVMutualInformationAccountant())
+        except (ArithmeticError, MemoryError, RuntimeError, ValueError):
+            tighter = None  # its discretisation fails at some extremes; RDP does not
+    return Epsilon(delta=delta, rdp=by(RDPMutualInformationAccountant()), prv=tighter)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +109,8 @@ class Forecast:
         last_step: the last step that keeps the floor, where that is before the planned end; else None.
         highest_rho: ρ* at zero leakage.
         breached: the floor is breached already, by the steps taken so far.
+        epsilon: ε after the planned steps; None without a δ, or where training has no end.
+        last_epsilon: ε after ``last_step``; None without a δ, or where there is no such step.
     """
 
     steps: int | None
@@ -42,6 +121,8 @@ class Forecast:
     last_step: int | None
     highest_rho: float
     breached: bool = False
+    epsilon: Epsilon | None = None
+    last_epsilon: Epsilon | None = None
 
     def describe(self) -> str:
         """One or two sentences, ρ* rounded down."""
@@ -50,7 +131,7 @@ class Forecast:
         else:
             text = (
                 f"at these settings training would end after {self.steps:,} steps at ρ* = {_floor(self.rho)} "
-                f"({_ceil(self.leakage_bits)} bits)"
+                f"({_ceil(self.leakage_bits)} bits{'' if self.epsilon is None else f'; {self.epsilon.describe()}'})"
             )
         if self.min_rho is None:
             return f"Forecast: {text}."
@@ -60,9 +141,10 @@ class Forecast:
                 "taken; no further step will be taken."
             )
         if self.last_step is not None:
+            epsilon = "" if self.last_epsilon is None else f" ({self.last_epsilon.describe()})"
             return (
-                f"Forecast: {text}; the floor of {self.min_rho:g} is reached at step {self.last_step:,}, and training "
-                "will stop there."
+                f"Forecast: {text}; the floor of {self.min_rho:g} is reached at step {self.last_step:,}{epsilon}, and "
+                "training will stop there."
             )
         return f"Forecast: {text}; the floor of {self.min_rho:g} is not reached."
 
@@ -77,6 +159,9 @@ def forecast(
     steps_taken: int = 0,
     bits_taken: float = 0.0,
     budget_bits: float | None = None,
+    delta: float | None = None,
+    prv: bool = False,
+    history: Iterable[tuple[float, float, int]] = (),
 ) -> Forecast:
     """Forecast a run at constant (q, σ), from scratch or from where it stands.
 
@@ -89,6 +174,13 @@ def forecast(
         steps_taken: steps already taken.
         bits_taken: bits already charged.
         budget_bits: a budget in force beside the floor's own; the stricter one counts.
+        delta: δ at which to compare with ε; None for no comparison.
+        prv: ε by the PRV accountant too, which takes seconds.
+        history: the steps already taken, entries (noise_multiplier, sample_rate, num_steps); for ε alone.
+
+    Raises:
+        InvalidValueError: an argument is out of range, or ε is asked for and ``history`` is not the steps taken.
+        FloorUnreachableError: the certificate does not support the floor even at zero leakage.
     """
     require_certificate(certificate)
     sigma = _validate.non_negative("noise_multiplier", noise_multiplier)
@@ -105,6 +197,17 @@ def forecast(
         )
         if left is not None and (breached or steps is None or steps_taken + left < steps):
             last_step = steps_taken + left
+
+    def epsilon_after(step: int | None) -> Epsilon | None:
+        if delta is None or step is None:
+            return None
+        return epsilon_of([*before, (sigma, sample_rate, max(0, step - steps_taken))], delta, prv=prv)
+
+    before = list(history)
+    if delta is not None and sum(entry[2] for entry in before) != steps_taken:
+        raise InvalidValueError(
+            f"Expected history to hold the {steps_taken} steps taken, for ε. Found {sum(e[2] for e in before)} steps."
+        )
     return Forecast(
         steps=steps,
         leakage_bits=bits,
@@ -114,6 +217,8 @@ def forecast(
         last_step=last_step,
         highest_rho=certificate.highest_rho,
         breached=breached,
+        epsilon=epsilon_after(steps),
+        last_epsilon=epsilon_after(last_step),
     )
 
 
@@ -140,12 +245,150 @@ def calibrate_noise(
     """
     require_certificate(certificate)
     budget = certificate.leakage_budget(min_rho)
-    sigma = noise_for_leakage(budget, sample_rate=sample_rate, steps=steps, relative_tolerance=relative_tolerance)
+    sigma = _within_reach(
+        certificate,
+        lambda: noise_for_leakage(budget, sample_rate=sample_rate, steps=steps, relative_tolerance=relative_tolerance),
+    )
     if certificate.bound(total_bits(step_charge(sample_rate, sigma)[1], steps)).rho < min_rho:
         raise CalibrationError(  # cannot happen while budget and bound are inverse to each other
             f"The calibrated noise multiplier {sigma!r} misses min_rho = {min_rho!r}. Please report this."
         )
     return sigma
+
+
+def calibrate_noise_scale(
+    certificate: SourceCertificate, *, min_rho: float, schedule: Schedule, relative_tolerance: float = 1e-6
+) -> float:
+    """The smallest factor on the noise of a schedule that keeps ρ* at or above ``min_rho``; on the safe side.
+
+    Args:
+        certificate: of the source.
+        min_rho: the floor, in (0, 1].
+        schedule: sample rates, steps, and the shape of the noise, such as
+            ``Schedule.from_arrays(sample_rates=0.01, noise_multipliers=shape)``.
+        relative_tolerance: the factor is at most this much above the smallest.
+
+    Returns:
+        c: ``schedule.scaled(c)`` keeps the floor.
+
+    Raises:
+        FloorUnreachableError: the certificate does not support the floor even at zero leakage.
+        CalibrationError: only infinite noise would do.
+        InvalidValueError: a step of the schedule has noise 0 or inf.
+    """
+    budget = require_certificate(certificate).leakage_budget(min_rho)
+    return _within_reach(
+        certificate, lambda: noise_scale_for_leakage(budget, schedule, relative_tolerance=relative_tolerance)
+    )
+
+
+def calibrate_steps(
+    certificate: SourceCertificate, *, min_rho: float, sample_rate: float, noise_multiplier: float
+) -> int | None:
+    """The most steps that keep ρ* at or above ``min_rho``; one more would not.
+
+    Args:
+        certificate: of the source.
+        min_rho: the floor, in (0, 1].
+        sample_rate: q in [0, 1].
+        noise_multiplier: σ in [0, inf].
+
+    Returns:
+        The number of steps, at least 1; None where any number keeps the floor.
+
+    Raises:
+        FloorUnreachableError: the certificate does not support the floor even at zero leakage.
+        CalibrationError: a single step does not keep the floor.
+    """
+    budget = require_certificate(certificate).leakage_budget(min_rho)
+    sigma = _validate.non_negative("noise_multiplier", noise_multiplier)
+
+    def most() -> int | None:
+        steps = steps_for_leakage(budget, sample_rate=sample_rate, noise_multiplier=sigma)
+        if steps == 0:
+            least = step_charge(sample_rate, sigma)[1]
+            raise CalibrationError(
+                f"A single step at sample_rate = {sample_rate:g}, noise_multiplier = {sigma:g} leaks {least:.6g} bits, "
+                f"and {budget:.6g} are allowed. Use more noise or smaller batches, or choose a lower min_rho.",
+                least_bits=least,
+                at="1 step",
+            )
+        return steps
+
+    return _within_reach(certificate, most)
+
+
+def calibrate_sample_rate(
+    certificate: SourceCertificate, *, min_rho: float, noise_multiplier: float, steps: int
+) -> float:
+    """The largest sample rate at which ``steps`` steps keep ρ* at or above ``min_rho``.
+
+    Args:
+        certificate: of the source.
+        min_rho: the floor, in (0, 1].
+        noise_multiplier: σ in [0, inf].
+        steps: number of steps.
+
+    Returns:
+        q in (0, 1], a multiple of 2⁻²⁴, as Opacus's sampler realises; the next multiple does not keep the floor.
+
+    Raises:
+        FloorUnreachableError: the certificate does not support the floor even at zero leakage.
+        CalibrationError: even the smallest rate does not keep the floor.
+    """
+    budget = require_certificate(certificate).leakage_budget(min_rho)
+    return _within_reach(
+        certificate, lambda: sample_rate_for_leakage(budget, noise_multiplier=noise_multiplier, steps=steps)
+    )
+
+
+def calibrate_batch_size(
+    certificate: SourceCertificate,
+    *,
+    min_rho: float,
+    records: int,
+    noise_multiplier: float,
+    epochs: int | None = None,
+    steps: int | None = None,
+) -> int:
+    """The largest ``batch_size`` of a data loader with which training keeps ρ* at or above ``min_rho``.
+
+    Args:
+        certificate: of the source.
+        min_rho: the floor, in (0, 1].
+        records: number of training records.
+        noise_multiplier: σ in [0, inf].
+        epochs: passes over the loader; or
+        steps: number of steps, whatever the batch size.
+
+    Returns:
+        A batch size in [1, records]; the next larger one does not keep the floor.
+
+    Raises:
+        FloorUnreachableError: the certificate does not support the floor even at zero leakage.
+        CalibrationError: even batches of one record do not keep the floor.
+        InvalidValueError: not exactly one of ``epochs`` and ``steps`` is given.
+    """
+    budget = require_certificate(certificate).leakage_budget(min_rho)
+    return _within_reach(
+        certificate,
+        lambda: batch_size_for_leakage(
+            budget, records=records, noise_multiplier=noise_multiplier, epochs=epochs, steps=steps
+        ),
+    )
+
+
+def _within_reach(certificate: SourceCertificate, calibrate: Callable[[], Found]) -> Found:
+    """What a calibration finds; where it finds nothing, its error says which ρ* can be had instead."""
+    try:
+        return calibrate()
+    except CalibrationError as error:
+        if error.least_bits is None:
+            raise
+        best = math.floor(certificate.bound(error.least_bits).rho * 1e4) / 1e4
+        raise CalibrationError(
+            f"{error} The largest ρ* attainable is {best:g}, at {error.at}.", least_bits=error.least_bits, at=error.at
+        ) from error
 
 
 def require_accountant(engine: PrivacyEngine) -> MutualInformationAccountant:
@@ -221,8 +464,7 @@ def make_private_with_rho(
         ) from error
     if batches == 0:
         raise InvalidValueError("The data loader has no batches: fewer records than batch_size, with drop_last=True.")
-    # Opacus samples at 1/batches in int(1/(1/batches)) steps, which can be one fewer, and accounts at one over those
-    steps_per_epoch = max(1, int(1 / (1 / batches)))
+    steps_per_epoch = steps_of_an_epoch(batches)
     if not left > 0.0:
         raise CalibrationError(
             f"The account stands at {accountant.charged_bits:.6g} bits and {budget:.6g} are allowed (min_rho = "

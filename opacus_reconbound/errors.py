@@ -41,7 +41,17 @@ class FloorUnreachableError(ReconboundError, ValueError):
 
 
 class CalibrationError(ReconboundError, ValueError):
-    """No noise multiplier or number of steps meets the target."""
+    """No noise, number of steps or batch size meets the target.
+
+    Attributes:
+        least_bits: the least leakage that can be had, in bits, or None where that is not known.
+        at: where it is had, such as "batch_size = 1".
+    """
+
+    def __init__(self, message: str, *, least_bits: float | None = None, at: str = "") -> None:
+        super().__init__(message)
+        self.least_bits = least_bits
+        self.at = at
 
 
 class AccountingError(ReconboundError, RuntimeError):

@@ -20,7 +20,19 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from opacus_reconbound import Ledger, Pixels, Schedule, SourceCertificate, calibrate_noise, certify, forecast
+from opacus_reconbound import (
+    Ledger,
+    Pixels,
+    Schedule,
+    SourceCertificate,
+    calibrate_batch_size,
+    calibrate_noise,
+    calibrate_noise_scale,
+    calibrate_sample_rate,
+    calibrate_steps,
+    certify,
+    forecast,
+)
 from opacus_reconbound.accountants import RDPMutualInformationAccountant
 from opacus_reconbound.certificates import BlockDesign, ReplicaDesign
 from opacus_reconbound.certificates.plan import SplitPlan
@@ -325,7 +337,7 @@ def test_bound(run: Runner) -> None:
     assert shown["design"]["kind"] == "replica"
     text = run("bound c.json -q 0.1 -s 1.1 -t 100").out
     assert expected.explain() in text
-    assert "at δ = 1e-05 (RDP)" in text
+    assert "by RDP at δ = 1e-05." in text
     assert run("bound c.json --leakage-bits 1 --json").json["rho_star"] == CERTIFICATE.bound(1.0).rho
     assert "epsilon" not in run("bound c.json --leakage-bits 1 --json").json
 
@@ -356,11 +368,11 @@ def test_extreme_noise(run: Runner, sigma: str, bits: float | None, epsilon: flo
         assert "guarantees nothing" in text
         assert "ε <= inf" in text
         run(f"bound c.json -q 0.02 -s {sigma} -t 100 --min-rho 0.01", code=1)
-        planned = run(f"plan c.json -q 0.02 -s {sigma} -t 100 --min-rho 0.5 --json").json
+        planned = run(f"plan c.json -q 0.02 -s {sigma} -t 100 --min-rho 0.5 --json", code=1).json
         assert planned["last_step"] == 0
         assert planned["rows"][0] == {"step": 0, "leakage_bits": 0.0, "rho_star": HIGHEST}
         assert planned["rows"][-1]["rho_star"] == 0.0
-        text = run(f"plan c.json -q 0.02 -s {sigma} -t 100 --min-rho 0.5").out
+        text = run(f"plan c.json -q 0.02 -s {sigma} -t 100 --min-rho 0.5", code=1).out
         assert "reached at step 0" in text
         assert "nan" not in text
     else:
@@ -391,10 +403,60 @@ def test_calibrate_prints_a_noise_that_keeps_the_floor(run: Runner, rate: str, s
     assert "ε <=" in text
 
 
+def test_calibrate_finds_the_most_steps(run: Runner) -> None:
+    shown = run("calibrate c.json --min-rho 0.7 -q 0.1 -s 2 --json").json
+    steps = shown["steps"]
+    assert steps == calibrate_steps(CERTIFICATE, min_rho=0.7, sample_rate=0.1, noise_multiplier=2.0)
+    run(f"bound c.json -q 0.1 -s 2 -t {steps} --min-rho 0.7")
+    run(f"bound c.json -q 0.1 -s 2 -t {steps + 1} --min-rho 0.7", code=1)
+    assert f"steps = {steps}: the most that keep ρ* >= 0.7" in run("calibrate c.json --min-rho 0.7 -q 0.1 -s 2").out
+    assert run("calibrate c.json --min-rho 0.7 -q 0 -s 2 --json").json["steps"] == 2**53
+
+
+def test_calibrate_finds_the_largest_rate(run: Runner) -> None:
+    rate = run("calibrate c.json --min-rho 0.7 -s 2 -t 500 --json").json["sample_rate"]
+    assert rate == calibrate_sample_rate(CERTIFICATE, min_rho=0.7, noise_multiplier=2.0, steps=500)
+    run(f"bound c.json -q {rate!r} -s 2 -t 500 --min-rho 0.7")
+    run(f"bound c.json -q {rate + 2**-24!r} -s 2 -t 500 --min-rho 0.7", code=1)
+    assert f"sample_rate = {rate!r}: the largest" in run("calibrate c.json --min-rho 0.7 -s 2 -t 500").out
+
+
+@pytest.mark.parametrize(("option", "arguments"), [("--epochs 20", {"epochs": 20}), ("-t 500", {"steps": 500})])
+def test_calibrate_finds_the_largest_batches(run: Runner, option: str, arguments: dict[str, int]) -> None:
+    command = f"calibrate c.json --min-rho 0.7 -s 1.5 --records 5000 {option}"
+    shown = run(f"{command} --json").json
+    size = calibrate_batch_size(CERTIFICATE, min_rho=0.7, noise_multiplier=1.5, records=5000, **arguments)
+    assert shown["batch_size"] == size
+    assert shown["sample_rate"] == 1 / math.ceil(5000 / size)
+    assert shown["rho_star"] >= 0.7
+    run(f"bound c.json -q {shown['sample_rate']!r} -s 1.5 -t {shown['steps']} --min-rho 0.7")
+    assert f"batch_size = {size}: the largest" in run(f"{command} --prv").out
+
+
+def test_calibrate_finds_the_least_factor_on_a_schedule(run: Runner, tmp_path: Path) -> None:
+    shape = np.linspace(1.0, 0.5, 300)
+    np.save(tmp_path / "shape.npy", shape)
+    (tmp_path / "shape.txt").write_text(",".join(map(repr, shape.tolist())), encoding="utf-8")
+    found = [
+        run(f"calibrate c.json --min-rho 0.7 -q 0.1 --noise-shape {tmp_path / name} --json").json
+        for name in ("shape.npy", "shape.txt")
+    ]
+    assert found[0] == found[1]
+    schedule = Schedule.from_arrays(sample_rates=0.1, noise_multipliers=shape)
+    factor = found[0]["noise_scale"]
+    least = calibrate_noise_scale(CERTIFICATE, min_rho=0.7, schedule=schedule)
+    assert least <= factor <= least + 1.1e-6
+    assert found[0]["rho_star"] == CERTIFICATE.bound(schedule.scaled(factor).charged_bits).rho >= 0.7
+
+
 def test_plan(run: Runner, tmp_path: Path) -> None:
     command = "plan c.json -q 0.1 -s 1 -t 400 --min-rho 0.8"
-    ahead = forecast(CERTIFICATE, sample_rate=0.1, noise_multiplier=1.0, steps=400, min_rho=0.8)
-    shown = run(f"{command} --rows 4 --json").json
+    ahead = forecast(CERTIFICATE, sample_rate=0.1, noise_multiplier=1.0, steps=400, min_rho=0.8, delta=1e-5)
+    shown = run(f"{command} --rows 4 --json", code=1).json
+    assert shown["met"] is False
+    assert ahead.epsilon is not None
+    assert ahead.last_epsilon is not None
+    assert (shown["epsilon"], shown["last_epsilon"]) == (ahead.epsilon.rdp, ahead.last_epsilon.rdp)
     last = shown["last_step"]
     assert last == ahead.last_step
     assert [row["step"] for row in shown["rows"]] == sorted({0, 100, 200, 300, 400, last})
@@ -406,7 +468,7 @@ def test_plan(run: Runner, tmp_path: Path) -> None:
     run(f"bound c.json -q 0.1 -s 1 -t {last} --min-rho 0.8")
     run(f"bound c.json -q 0.1 -s 1 -t {last + 1} --min-rho 0.8", code=1)
     target = tmp_path / "new" / "plan.svg"
-    text = run(f"{command} --plot {target}").out
+    text = run(f"{command} --plot {target}", code=1).out
     assert target.read_text().rstrip().endswith("</svg>")
     assert ahead.describe() in text
     assert f"Wrote {target}." in text
@@ -414,6 +476,10 @@ def test_plan(run: Runner, tmp_path: Path) -> None:
     assert len(marked) == 1
     assert marked[0].split()[0] == str(last)
     assert run("plan c.json -q 0.1 -s 1 -t 10 --json").json["last_step"] is None
+    assert run(f"plan c.json -q 0.1 -s 1 -t {last} --min-rho 0.8 --json").json["met"] is True
+    run(f"plan c.json -q 0.1 -s 1 -t {last + 1} --min-rho 0.8", code=1)
+    assert 0 < run("plan c.json -q 0.1 -s 1 -t 10 --prv --json").json["epsilon_prv"] < shown["last_epsilon"]
+    assert "by PRV, at δ = 0.0001" in run("plan c.json -q 0.1 -s 1 -t 10 --prv --delta 1e-4").out
     assert len({len(line.split("  <-")[0]) for line in text.splitlines()[:12]}) == 1, "columns are not aligned"
 
 
@@ -600,6 +666,19 @@ SCHEDULE = "-q 0.1 -s 1 -t 100"
         ("calibrate c.json --min-rho 0.7 -q 1.2 -t 10", "Found 1.2"),
         ("calibrate c.json --min-rho 0.7 -q 0.1 -t -1", "Found -1"),
         ("calibrate c.json --min-rho 0.7 -q 0.1 -t 10 --delta nan", "NaN"),
+        ("calibrate c.json --min-rho 0.7 -q 0.1", "Give two of --sample-rate, --noise-multiplier and --steps"),
+        ("calibrate c.json --min-rho 0.7 -q 0.1 -s 1 -t 10", "Give two of"),
+        ("calibrate c.json --min-rho 0.7 -s 1 --epochs 10", "Give two of"),
+        ("calibrate c.json --min-rho 0.7 -s 1 --records 10 -q 0.1", "Give two of"),
+        ("calibrate c.json --min-rho 0.7 -s 1 --records 0 -t 1", "records to be a whole number >= 1. Found 0"),
+        ("calibrate c.json --min-rho 0.7 -s 0 -q 0.1", r"leaks inf bits.*largest ρ\* attainable is 0, at 1 step"),
+        ("calibrate c.json --min-rho 0.7 -s 0.01 -t 9999999999", r"Even sample_rate = 5.96e-08 leaks.*attainable is 0"),
+        ("calibrate c.json --min-rho 0.7 -s 0.1 --records 9 --epochs 9", r"Even batch_size = 1 leaks.*attainable is 0"),
+        ("calibrate c.json --min-rho 0.7 -q 0.1 --noise-shape none.txt", "none.txt cannot be read as numbers"),
+        ("calibrate c.json --min-rho 0.7 -q 0.1 --noise-shape c.json", "cannot be read as numbers"),
+        ("calibrate c.json --min-rho 0.7 -q 0.1 --noise-shape empty.json", "it holds none"),
+        ("calibrate c.json --min-rho 0.7 -q 0.1 --noise-shape pickle.npy", "cannot be read as numbers"),
+        (f"plan c.json {SCHEDULE} --delta 0", "Found 0.0"),
         ("plan c.json -q 0.1 -s 1 -t 0", "--steps to be a whole number >= 1. Found 0"),
         (f"plan c.json -q 0.1 -s 1 -t {10**30}", "--steps"),
         (f"plan c.json {SCHEDULE} --rows 0", "--rows to be a whole number >= 1"),

@@ -13,8 +13,18 @@ from opacus import PrivacyEngine
 from opacus.data_loader import DPDataLoader
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from opacus_reconbound import Schedule, SourceCertificate, calibrate_noise, forecast, make_private_with_rho
-from opacus_reconbound.accountants import RDPMutualInformationAccountant
+from opacus_reconbound import (
+    Schedule,
+    SourceCertificate,
+    calibrate_batch_size,
+    calibrate_noise,
+    calibrate_noise_scale,
+    calibrate_sample_rate,
+    calibrate_steps,
+    forecast,
+    make_private_with_rho,
+)
+from opacus_reconbound.accountants import PRVMutualInformationAccountant, RDPMutualInformationAccountant
 from opacus_reconbound.certificates import BlockDesign, ReplicaDesign
 from opacus_reconbound.certificates.scale import TraceScale
 from opacus_reconbound.certificates.split import SampleSummary
@@ -117,6 +127,89 @@ def test_bad_schedules(change: dict[str, Any], match: str) -> None:
         calibrate_noise(LINEAR, **{"min_rho": 0.5, "sample_rate": 0.1, "steps": 10} | change)
 
 
+# ---- steps, batches, schedules ---------------------------------------------------------------------------------------
+
+
+@given(certificate=certificates, share=st.floats(0.05, 0.99), rate=rates, sigma=st.sampled_from([0.7, 1.1, 6.0]))
+def test_the_steps_that_are_found_keep_the_floor_in_a_forecast(
+    certificate: SourceCertificate, share: float, rate: float, sigma: float
+) -> None:
+    floor = share * certificate.highest_rho
+    assume(floor > 1e-3)
+    run = {"sample_rate": rate, "noise_multiplier": sigma}
+    try:
+        steps = calibrate_steps(certificate, min_rho=floor, **run)
+    except CalibrationError:
+        assert forecast(certificate, **run, steps=1, min_rho=floor).last_step == 0
+        return
+    assert steps is not None
+    assert forecast(certificate, **run, steps=steps, min_rho=floor).last_step is None
+    assert forecast(certificate, **run, steps=steps + 1, min_rho=floor).last_step == steps
+
+
+@given(certificate=certificates, share=st.floats(0.05, 0.95), steps=st.integers(1, 2000), sigma=st.floats(0.5, 9))
+def test_the_rate_that_is_found_keeps_the_floor(
+    certificate: SourceCertificate, share: float, steps: int, sigma: float
+) -> None:
+    floor = share * certificate.highest_rho
+    assume(floor > 1e-3)
+    rate = calibrate_sample_rate(certificate, min_rho=floor, noise_multiplier=sigma, steps=steps)
+    run = {"noise_multiplier": sigma, "steps": steps, "min_rho": floor}
+    assert forecast(certificate, sample_rate=rate, **run).last_step is None
+    if rate < 1:
+        assert forecast(certificate, sample_rate=rate + 2.0**-24, **run).last_step is not None
+
+
+def test_the_factor_that_is_found_keeps_the_floor() -> None:
+    shape = Schedule.from_arrays(sample_rates=0.05, noise_multipliers=[1.0 - 0.001 * i for i in range(500)])
+    factor = calibrate_noise_scale(LINEAR, min_rho=0.7, schedule=shape)
+    assert LINEAR.bound(shape.scaled(factor).charged_bits).rho >= 0.7
+    assert LINEAR.bound(shape.scaled(factor * (1 - 2e-6)).charged_bits).rho < 0.7
+    accountant = RDPMutualInformationAccountant()
+    accountant.set_floor(LINEAR, 0.7)
+    for run in shape.scaled(factor):
+        accountant.step(noise_multiplier=run.noise_multiplier, sample_rate=run.sample_rate)
+
+
+@pytest.mark.parametrize("records", [97, 100, 1000])
+def test_the_batch_size_that_is_found_keeps_the_floor_in_an_engine(records: int) -> None:
+    size = calibrate_batch_size(LINEAR, min_rho=0.8, records=records, noise_multiplier=1.5, epochs=3)
+    assert 1 < size < records
+    rhos = []
+    for batch_size in (size, size + 1):
+        engine = PrivacyEngine(accountant="rdp+mi")
+        made = parts(1, records)
+        made["data_loader"] = DataLoader(made["data_loader"].dataset, batch_size=batch_size)
+        _, optimizer, loader = engine.make_private(**made, noise_multiplier=1.5)
+        accountant = require_accountant(engine)
+        accountant.history = [(1.5, optimizer.step_hook.sample_rate, 3 * len(loader))]
+        rhos.append(accountant.bound(LINEAR).rho)
+    assert rhos[0] >= 0.8 > rhos[1]
+
+
+def test_what_can_be_had_is_named_where_a_floor_cannot() -> None:
+    with pytest.raises(CalibrationError, match=r"A single step at sample_rate = 1, .*attainable is 0\.\d+, at 1 step"):
+        calibrate_steps(LINEAR, min_rho=0.9, sample_rate=1.0, noise_multiplier=1.2)
+    with pytest.raises(CalibrationError, match=r"Even batch_size = 1 leaks .*attainable is 0, at batch_size = 1\.$"):
+        calibrate_batch_size(LINEAR, min_rho=0.9, records=10, noise_multiplier=0.2, epochs=100)
+    with pytest.raises(CalibrationError, match=r"Even sample_rate = 5\.96e-08 .*is 0, at sample_rate = 5\.96e"):
+        calibrate_sample_rate(LINEAR, min_rho=0.9, noise_multiplier=0.0, steps=1)
+    edge = of(ReplicaDesign(temperature=1.0, intercept=0.25))
+    with pytest.raises(CalibrationError, match=r"zero bits.*attainable is 0\.5, at noise_multiplier = inf"):
+        calibrate_noise(edge, min_rho=0.5, sample_rate=0.1, steps=10)
+    with pytest.raises(CalibrationError, match=r"zero bits.*attainable is 0\.5, at noise_scale = inf"):
+        some = Schedule.constant(sample_rate=0.1, noise_multiplier=1.0, steps=1)
+        calibrate_noise_scale(edge, min_rho=0.5, schedule=some)
+    for calibrate in (
+        lambda: calibrate_steps(LINEAR, min_rho=0.95, sample_rate=0.1, noise_multiplier=1.0),
+        lambda: calibrate_sample_rate(LINEAR, min_rho=0.95, noise_multiplier=1.0, steps=1),
+        lambda: calibrate_batch_size(LINEAR, min_rho=0.95, records=9, noise_multiplier=1.0, steps=1),
+    ):
+        with pytest.raises(FloorUnreachableError, match=r"zero leakage is 0\.9486"):
+            calibrate()
+    assert calibrate_steps(LINEAR, min_rho=0.9, sample_rate=0.0, noise_multiplier=1.0) is None
+
+
 # ---- forecast --------------------------------------------------------------------------------------------------------
 
 
@@ -215,6 +308,42 @@ def test_a_spent_account() -> None:
         LINEAR, sample_rate=0.1, noise_multiplier=1.0, steps=100, min_rho=0.8, steps_taken=60, bits_taken=5.0
     )
     assert ahead.last_step == 60
+
+
+def test_epsilon_beside_a_forecast() -> None:
+    before = [(2.0, 0.1, 60)]
+    run = {"sample_rate": 0.1, "noise_multiplier": 1.0, "min_rho": 0.8, "delta": 1e-5, "prv": True}
+    ahead = forecast(LINEAR, **run, steps=600, steps_taken=60, bits_taken=0.1, history=before)
+    assert ahead.last_step is not None
+    for found, steps in ((ahead.epsilon, 600), (ahead.last_epsilon, ahead.last_step)):
+        assert found is not None
+        for kind, value in ((RDPMutualInformationAccountant, found.rdp), (PRVMutualInformationAccountant, found.prv)):
+            accountant = kind()
+            accountant.history = [*before, (1.0, 0.1, steps - 60)]
+            assert value == accountant.get_epsilon(1e-5)
+        assert found.prv is not None
+        assert found.prv < found.rdp
+        assert found.describe() in ahead.describe()
+        assert "at δ = 1e-05" in found.describe()
+    assert forecast(LINEAR, **run | {"prv": False}, steps=5).describe().count("by RDP at") == 1
+    open_end = forecast(LINEAR, **run | {"prv": False}, steps=None)
+    assert open_end.epsilon is None
+    assert open_end.last_epsilon is not None
+    without = forecast(LINEAR, **run | {"delta": None}, steps=600)
+    assert (without.epsilon, without.last_epsilon) == (None, None)
+    assert "ε" not in without.describe()
+    with pytest.raises(InvalidValueError, match="history to hold the 60 steps taken, for ε"):
+        forecast(LINEAR, **run, steps=600, steps_taken=60, bits_taken=0.1)
+    with pytest.raises(InvalidValueError, match=r"delta in \(0, 1\)"):
+        forecast(LINEAR, **run | {"delta": 1.0}, steps=600)
+
+
+def test_epsilon_without_noise() -> None:
+    ahead = forecast(LINEAR, sample_rate=0.1, noise_multiplier=0.0, steps=10, min_rho=0.8, delta=1e-5, prv=True)
+    assert ahead.epsilon is not None
+    assert ahead.last_epsilon is not None
+    assert (ahead.epsilon.rdp, ahead.epsilon.prv, ahead.last_epsilon.rdp) == (math.inf, math.inf, 0.0)
+    assert "ε <= inf by RDP" in ahead.describe()
 
 
 # ---- make_private_with_rho -------------------------------------------------------------------------------------------

@@ -237,6 +237,8 @@ class ReconstructionBoundMixin:
             steps_taken=len(self.accountant),
             bits_taken=self.accountant.charged_bits,
             budget_bits=self.accountant.budget_bits,
+            delta=self.delta,
+            history=self.accountant.history,
         )
         armed = self.accountant.budget_bits
         if armed is not None and (self.budget_bits is None or armed < self.budget_bits):

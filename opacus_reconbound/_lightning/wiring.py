@@ -39,9 +39,16 @@ def private_optimizer(
         **kwargs: for ``PrivacyEngine.make_private``.
 
     Raises:
-        AccountingError: the training loader does not sample by Poisson.
+        AccountingError: the training loader does not sample by Poisson, or ghost clipping is asked for.
     """
     require_accountant(engine)
+    mode = kwargs.get("grad_sample_mode", "hooks")
+    if "ghost" in mode:
+        raise AccountingError(
+            f"grad_sample_mode={mode!r} clips within a criterion that make_private returns, and a LightningModule "
+            "computes its loss without it, so nothing would be clipped. Leave grad_sample_mode at 'hooks', or train in "
+            "a loop of your own with opacus_reconbound.guard."
+        )
     trainer = module.trainer
     trainer.fit_loop.setup_data()  # public; the trainer would do it only after the optimizers
     loader = trainer.train_dataloader

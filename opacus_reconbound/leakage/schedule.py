@@ -14,7 +14,9 @@ from opacus_reconbound import _validate
 from opacus_reconbound.errors import InvalidValueError
 from opacus_reconbound.leakage.gaussian import realised_sample_rates, step_leakage
 
-__all__ = ["Run", "Schedule"]
+__all__ = ["MOST_STEPS", "Run", "Schedule", "charged_total"]
+
+MOST_STEPS = 2**53  # of a schedule: whole numbers up to here are floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class Run:
     def __post_init__(self) -> None:
         object.__setattr__(self, "sample_rate", _validate.sample_rate(self.sample_rate))
         object.__setattr__(self, "noise_multiplier", _validate.non_negative("noise_multiplier", self.noise_multiplier))
-        object.__setattr__(self, "steps", _validate.integer("steps", self.steps))
+        object.__setattr__(self, "steps", _validate.integer("steps", self.steps, maximum=MOST_STEPS))
 
 
 def _exact_total(bits: NDArray[np.float64], steps: NDArray[np.int64]) -> float:
@@ -53,6 +55,15 @@ def _exact_total(bits: NDArray[np.float64], steps: NDArray[np.int64]) -> float:
         return math.fsum(parts.tolist())
     except OverflowError:
         return math.inf
+
+
+def charged_total(
+    sample_rates: NDArray[np.float64], noise_multipliers: NDArray[np.float64], steps: NDArray[np.int64]
+) -> float:
+    """Charged bits of so many steps at each (q, σ), in all; exact, rounded once."""
+    recorded = np.atleast_1d(step_leakage(sample_rates, noise_multipliers))
+    realised = np.atleast_1d(step_leakage(realised_sample_rates(sample_rates), noise_multipliers))
+    return _exact_total(np.maximum(recorded, realised), steps)
 
 
 @dataclass(frozen=True)
@@ -90,6 +101,10 @@ class Schedule:
             else:
                 merged.append(run)
         object.__setattr__(self, "runs", tuple(merged))
+        if self.steps > MOST_STEPS:
+            raise InvalidValueError(
+                f"Expected a schedule of at most 2**53 steps. Found {self.steps}. Are the steps counted twice?"
+            )
 
     @classmethod
     def constant(cls, *, sample_rate: float, noise_multiplier: float, steps: int) -> Schedule:
@@ -133,6 +148,20 @@ class Schedule:
             return NotImplemented
         return Schedule(self.runs + other.runs)
 
+    def scaled(self, factor: float) -> Schedule:
+        """The same sample rates and steps, with every noise multiplier times ``factor`` in [0, inf)."""
+        factor = _validate.non_negative("factor", _validate.finite("factor", factor))
+        return Schedule(
+            tuple(
+                Run(
+                    run.sample_rate,
+                    run.noise_multiplier * factor if run.noise_multiplier < math.inf else math.inf,
+                    run.steps,
+                )
+                for run in self.runs
+            )
+        )
+
     def __iter__(self) -> Iterator[Run]:
         return iter(self.runs)
 
@@ -144,12 +173,15 @@ class Schedule:
     @cached_property
     def leakage_bits(self) -> float:
         """γ, an upper bound on I(record; trajectory | all other records), in bits (paper, equation 10)."""
-        return self._total(realised=False)
+        if not self.runs:
+            return 0.0
+        q, sigma, steps = self._columns()
+        return _exact_total(np.atleast_1d(step_leakage(q, sigma)), steps)
 
     @cached_property
     def charged_bits(self) -> float:
         """γ at the inclusion probability that Opacus's float32 sampler realises; bounds and budgets use it."""
-        return max(self.leakage_bits, self._total(realised=True))
+        return charged_total(*self._columns()) if self.runs else 0.0
 
     @property
     def sampling_excess_bits(self) -> float:
@@ -158,25 +190,11 @@ class Schedule:
             return 0.0 if math.isinf(self.leakage_bits) else math.inf
         return self.charged_bits - self.leakage_bits
 
-    def _columns(self, *, realised: bool) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+    def _columns(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
         q = np.array([run.sample_rate for run in self.runs], dtype=np.float64)
-        if realised:
-            q = realised_sample_rates(q)
         sigma = np.array([run.noise_multiplier for run in self.runs], dtype=np.float64)
         steps = np.array([run.steps for run in self.runs], dtype=np.int64)
         return q, sigma, steps
-
-    def _bits(self, *, realised: bool) -> NDArray[np.float64]:
-        q, sigma, _ = self._columns(realised=realised)
-        return np.atleast_1d(step_leakage(q, sigma))
-
-    def _total(self, *, realised: bool) -> float:
-        if not self.runs:
-            return 0.0
-        bits = self._bits(realised=realised)
-        if realised:
-            bits = np.maximum(bits, self._bits(realised=False))
-        return _exact_total(bits, np.array([run.steps for run in self.runs], dtype=np.int64))
 
     def charged_bits_at(self, steps: ArrayLike) -> NDArray[np.float64]:
         """Charged bits after each of the given numbers of steps, for tables and plots of a whole run.
@@ -192,8 +210,8 @@ class Schedule:
             raise InvalidValueError(f"Expected steps in [0, {self.steps}]. Found {at.min()} to {at.max()}.")
         if not self.runs:
             return np.zeros(at.shape)
-        _, _, counts = self._columns(realised=True)
-        bits = np.maximum(self._bits(realised=True), self._bits(realised=False))
+        q, sigma, counts = self._columns()
+        bits = np.atleast_1d(np.maximum(step_leakage(q, sigma), step_leakage(realised_sample_rates(q), sigma)))
         ends = np.concatenate([[0], np.cumsum(counts)])
         with np.errstate(invalid="ignore"):
             totals = np.concatenate([[0.0], np.cumsum(bits * counts)])

@@ -150,3 +150,27 @@ def test_per_step_noise_of_a_long_run_is_summed_like_its_parts() -> None:
     sigma = np.linspace(0.6, 3.0, 2000)
     schedule = Schedule.from_arrays(sample_rates=0.01, noise_multipliers=sigma)
     assert schedule.leakage_bits == math.fsum(step_leakage(0.01, float(s)) for s in sigma)
+
+
+def test_more_steps_than_can_be_counted() -> None:
+    most = 2**53
+    for steps in (most + 1, 2**63, 10**30):
+        with pytest.raises(InvalidValueError, match=f"steps to be a whole number <= {most}. Found {steps}"):
+            Schedule.constant(sample_rate=0.01, noise_multiplier=1.0, steps=steps)
+    full = Schedule.constant(sample_rate=0.01, noise_multiplier=1.0, steps=most)
+    assert full.leakage_bits == Fraction(step_leakage(0.01, 1.0)) * most
+    with pytest.raises(InvalidValueError, match=f"at most 2\\*\\*53 steps. Found {2 * most}"):
+        full + Schedule.constant(sample_rate=0.02, noise_multiplier=1.0, steps=most)
+
+
+@given(parts=runs, factor=st.floats(0.1, 10))
+def test_scaled_noise(parts: list[Run], factor: float) -> None:
+    schedule = Schedule(tuple(parts))
+    scaled = schedule.scaled(factor)
+    assert [(run.sample_rate, run.steps) for run in scaled] == [(run.sample_rate, run.steps) for run in schedule]
+    assert [r.noise_multiplier for r in scaled] == [factor * r.noise_multiplier for r in schedule]
+    assert schedule.scaled(1.0) == schedule
+    assert Schedule.constant(sample_rate=0.1, noise_multiplier=math.inf, steps=1).scaled(0.0).leakage_bits == 0.0
+    for bad in (-1.0, math.inf, math.nan):
+        with pytest.raises(InvalidValueError, match="factor"):
+            schedule.scaled(bad)
