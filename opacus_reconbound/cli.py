@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
+from opacus_reconbound._rounding import down3, up3
 from opacus_reconbound.errors import DataError, InvalidValueError, ReconboundError
 
 if TYPE_CHECKING:
@@ -383,11 +384,12 @@ def bound(
         found = source.bound(leakage_bits)
         result = _bound_as_dict(found)
     elif sample_rate is not None and noise_multiplier is not None and steps is not None and leakage_bits is None:
+        from opacus_reconbound.audit import epsilon as epsilon_of
         from opacus_reconbound.leakage import Schedule
 
         run = Schedule.constant(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=_checked_steps(steps))
         found = source.bound(run.charged_bits)
-        result = _bound_as_dict(found) | {"epsilon": _epsilon(run, delta), "delta": delta}
+        result = _bound_as_dict(found) | {"epsilon": epsilon_of(run, delta), "delta": delta}
     else:
         raise InvalidValueError(
             "Give --sample-rate, --noise-multiplier and --steps, or --leakage-bits alone; not a part or a mixture."
@@ -398,7 +400,7 @@ def bound(
     else:
         typer.echo(found.explain())
         if "epsilon" in result:
-            typer.echo(f"For comparison: ε <= {_up(result['epsilon'])} at δ = {delta:g} (RDP).")
+            typer.echo(f"For comparison: ε <= {up3(result['epsilon'])} at δ = {delta:g} (RDP).")
         if floor is not None:
             typer.echo(
                 f"The floor of {floor:g} is {'met' if met else 'NOT met'}: ρ* = {math.floor(found.rho * 1e4) / 1e4:g}."
@@ -422,6 +424,7 @@ def calibrate(
     Example:
       reconbound calibrate mnist.json --min-rho 0.8 --sample-rate 0.02 --steps 4900
     """  # noqa: D301 - \b keeps the lines of the example
+    from opacus_reconbound.audit import epsilon as epsilon_of
     from opacus_reconbound.engine import calibrate_noise
     from opacus_reconbound.leakage import Schedule
 
@@ -432,7 +435,7 @@ def calibrate(
     sigma = max(sigma, math.ceil(sigma * 1e6) / 1e6)
     run = Schedule.constant(sample_rate=sample_rate, noise_multiplier=sigma, steps=steps)
     found = source.bound(run.charged_bits)
-    epsilon = _epsilon(run, delta)
+    epsilon = epsilon_of(run, delta)
     if as_json:
         _print_json(
             {"noise_multiplier": sigma, "sample_rate": sample_rate, "steps": steps, "min_rho": min_rho}
@@ -442,9 +445,9 @@ def calibrate(
         return
     typer.echo(
         f"noise_multiplier = {sigma!r}: the least that keeps ρ* >= {min_rho:g} for {steps:,} steps at sample rate "
-        f"{sample_rate:g} ({_up(run.charged_bits)} bits)."
+        f"{sample_rate:g} ({up3(run.charged_bits)} bits)."
     )
-    typer.echo(f"In terms of differential privacy: ε <= {_up(epsilon)} at δ = {delta:g} (RDP).")
+    typer.echo(f"In terms of differential privacy: ε <= {up3(epsilon)} at δ = {delta:g} (RDP).")
     typer.echo(found.explain())
 
 
@@ -503,7 +506,7 @@ def plan(
         _print_json({"rows": table, "last_step": ahead.last_step, "min_rho": floor, "forecast": ahead.describe()})
         return
     cells = [("step", "bits", "ρ*")]
-    cells += [(f"{row['step']:,}", _up(row["leakage_bits"]), _down3(row["rho_star"])) for row in table]
+    cells += [(f"{row['step']:,}", up3(row["leakage_bits"]), down3(row["rho_star"])) for row in table]
     widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
     for index, cell in enumerate(cells):
         last = index > 0 and table[index - 1]["step"] == ahead.last_step
@@ -512,6 +515,126 @@ def plan(
     typer.echo(ahead.describe())
     if plot is not None:
         typer.echo(f"Wrote {plot}.")
+
+
+@app.command(short_help="γ, ε and ρ* of a published or finished run.")
+def audit(
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RUN",
+            show_default=False,
+            help="A description (.yaml, .json), a history [[σ, q, steps], ...] (.json), or a checkpoint that holds an "
+            "accountant's state. Or describe the run by options.",
+        ),
+    ] = None,
+    records: Annotated[int | None, typer.Option(parser=_whole, metavar="N", help="Number of training records.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(parser=_whole, metavar="N", help="Expected records in a step; needs --records.")
+    ] = None,
+    sample_rate: Annotated[float | None, _RATE] = None,
+    noise_multiplier: Annotated[float | None, _NOISE] = None,
+    target_epsilon: Annotated[
+        float | None,
+        typer.Option(
+            parser=_number,
+            metavar="EPS",
+            help="The ε that the noise was chosen for, where the noise itself is not known; needs --delta, --accountant.",
+        ),
+    ] = None,
+    accountant: Annotated[
+        str | None, typer.Option(metavar="KIND", help="What chose the noise for --target-epsilon: rdp or prv.")
+    ] = None,
+    steps: Annotated[int | None, _STEPS] = None,
+    epochs: Annotated[
+        float | None, typer.Option(parser=_number, metavar="N", help="Passes over the records, instead of --steps.")
+    ] = None,
+    phase: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE,...",
+            show_default=False,
+            help="One phase of several, as in batch_size=4096,noise_multiplier=10,steps=725. Repeatable.",
+        ),
+    ] = None,
+    delta: Annotated[
+        float | None,
+        typer.Option(
+            parser=_number, metavar="DELTA", show_default=False, help="δ of ε, in (0, 1).  [default: RUN's, or 1e-05]"
+        ),
+    ] = None,
+    certificate: Annotated[
+        Path | None, typer.Option(metavar="CERT", show_default=False, help="Show ρ* by this certificate.")
+    ] = None,
+    min_rho: Annotated[float | None, _FLOOR] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a published or finished run guarantees: γ, ε by RDP and by PRV, and with a certificate ρ*.
+
+    With --min-rho, exit code 1 where the floor is not met.
+
+    \b
+    Examples:
+      reconbound audit de-2022-cifar10.yaml
+      reconbound audit --records 45000 --batch-size 4096 --noise-multiplier 10 --steps 725 --delta 1e-5
+      reconbound audit --records 45000 --batch-size 4096 --target-epsilon 1 --accountant rdp --steps 725 --delta 1e-5
+      reconbound audit checkpoint.pt --certificate mnist.json --min-rho 0.7
+    """  # noqa: D301 - \b keeps the lines of the example
+    from opacus_reconbound.audit import AuditedRun
+
+    if min_rho is not None and certificate is None:
+        raise InvalidValueError("--min-rho needs --certificate CERT.")
+    floor = None if min_rho is None else _checked_floor(min_rho)
+    options = {
+        "records": records,
+        "batch_size": batch_size,
+        "sample_rate": sample_rate,
+        "noise_multiplier": noise_multiplier,
+        "target_epsilon": target_epsilon,
+        "accountant": accountant,
+        "steps": steps,
+        "epochs": epochs,
+        "phases": [_pairs(text) for text in phase] if phase else None,
+    }
+    given = [
+        f"--{key.replace('_', '-')}".replace("phases", "phase") for key, value in options.items() if value is not None
+    ]
+    if run is None and not given:
+        raise InvalidValueError("No run was given: name RUN, a file, or describe the run by options.")
+    if run is not None and given:
+        raise InvalidValueError(f"RUN says what ran, and so does {given[0]}. Give one of the two.")
+    source = None if certificate is None else _load(certificate)
+    audited = AuditedRun.from_description(options, delta=delta) if run is None else AuditedRun.load(run, delta=delta)
+    found = audited.audit(source)
+    met = floor is None or found.bound is None or found.bound.rho >= floor
+    if as_json:
+        result: dict[str, Any] = {
+            "name": audited.name,
+            "source": audited.source,
+            "schedule": [
+                {"sample_rate": r.sample_rate, "noise_multiplier": r.noise_multiplier, "steps": r.steps}
+                for r in audited.schedule
+            ],
+            "steps": audited.schedule.steps,
+            "leakage_bits": found.leakage_bits,
+            "charged_bits": found.charged_bits,
+            "delta": audited.delta,
+            "epsilon_rdp": found.epsilon_rdp,
+            "epsilon_prv": found.epsilon_prv,
+            "bound": None if found.bound is None else _bound_as_dict(found.bound),
+            "derived": audited.derived,
+            "assumptions": found.assumptions,
+        }
+        _print_json(result | ({} if floor is None else {"min_rho": floor, "met": met}))
+    else:
+        typer.echo(found.explain())
+        typer.echo("It assumes:")
+        for assumption in found.assumptions:
+            typer.echo(f"  - {assumption}")
+        if floor is not None and found.bound is not None:
+            typer.echo(f"The floor of {floor:g} is {'met' if met else 'NOT met'}: ρ* = {down3(found.bound.rho)}.")
+    if not met:
+        raise typer.Exit(1)
 
 
 @app.command(short_help="What all runs on the same records reveal together.")
@@ -559,17 +682,17 @@ def ledger(
         _print_table(
             [("run", "sessions", "steps", "bits", "of these reserved")]
             + [
-                (r.run, str(r.sessions), f"{r.schedule.steps:,}", _up(r.charged_bits), _up(r.reserved_bits))
+                (r.run, str(r.sessions), f"{r.schedule.steps:,}", up3(r.charged_bits), up3(r.reserved_bits))
                 for r in runs
             ]
-            + [("total", "", f"{sum(r.schedule.steps for r in runs):,}", _up(total), _up(reserved))]
+            + [("total", "", f"{sum(r.schedule.steps for r in runs):,}", up3(total), up3(reserved))]
         )
         if budget is not None:
-            typer.echo(f"All runs together may charge {_up(budget)} bits.")
+            typer.echo(f"All runs together may charge {up3(budget)} bits.")
         if found is not None:
             typer.echo(found.explain())
         if floor is not None and found is not None:
-            typer.echo(f"The floor of {floor:g} is {'met' if met else 'NOT met'}: ρ* = {_down3(found.rho)}.")
+            typer.echo(f"The floor of {floor:g} is {'met' if met else 'NOT met'}: ρ* = {down3(found.rho)}.")
     if not met:
         raise typer.Exit(1)
 
@@ -679,6 +802,18 @@ def _check_device(device: str) -> None:
         ) from error
 
 
+def _pairs(text: str) -> dict[str, str]:
+    """The mapping that ``key=value,key=value`` writes."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    keys = [key.strip() for key, _, _ in pairs]
+    if not all(equals and key for key, (_, equals, _) in zip(keys, pairs, strict=True)) or len(set(keys)) < len(keys):
+        raise InvalidValueError(
+            f"Expected --phase KEY=VALUE,KEY=VALUE, each key once, as in batch_size=4096,noise_multiplier=10,steps=725. "
+            f"Found {text!r}."
+        )
+    return {key: value.strip() for key, (_, _, value) in zip(keys, pairs, strict=True)}
+
+
 def _need(package: str, extra: str) -> Any:
     try:
         __import__(package)
@@ -689,20 +824,6 @@ def _need(package: str, extra: str) -> Any:
     from opacus_reconbound.report import plots
 
     return plots
-
-
-def _epsilon(schedule: Any, delta: float) -> float:
-    import warnings
-
-    from opacus_reconbound import _validate
-    from opacus_reconbound.accountants import RDPMutualInformationAccountant
-
-    _validate.fraction("delta", delta)
-    accountant = RDPMutualInformationAccountant()
-    accountant.history = [(run.noise_multiplier, run.sample_rate, run.steps) for run in schedule]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
-        return accountant.get_epsilon(delta)
 
 
 def _show(certificate: SourceCertificate, as_json: bool, note: str | None) -> None:
@@ -753,16 +874,6 @@ def _print_json(value: Any) -> None:
 
     letters = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
     typer.echo(json.dumps(plain(value), indent=1, ensure_ascii=not letters, allow_nan=False))
-
-
-def _up(value: float) -> str:
-    if value > 1e12:
-        return f"{value * 1.001:.4g}"
-    return f"{math.ceil(value * 1e3) / 1e3:.3f}"
-
-
-def _down3(value: float) -> str:
-    return f"{math.floor(value * 1e3) / 1e3:.3f}"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ from opacus import PrivacyEngine
 
 from opacus_reconbound import _validate
 from opacus_reconbound._mechanism import is_ghost
+from opacus_reconbound._rounding import down3, up3
 from opacus_reconbound.accountants import MutualInformationAccountant, require_certificate
 from opacus_reconbound.certificates.certificate import SourceCertificate
 from opacus_reconbound.errors import AccountingError, CalibrationError, InvalidValueError
@@ -49,8 +49,8 @@ class Forecast:
             text = "training has no planned end"
         else:
             text = (
-                f"at these settings training would end after {self.steps:,} steps at ρ* = {_floor(self.rho)} "
-                f"({_ceil(self.leakage_bits)} bits)"
+                f"at these settings training would end after {self.steps:,} steps at ρ* = {down3(self.rho)} "
+                f"({up3(self.leakage_bits)} bits)"
             )
         if self.min_rho is None:
             return f"Forecast: {text}."
@@ -246,11 +246,3 @@ def make_private_with_rho(
         made[1].step_hook.watch_clipping(made[0])
     accountant.budget_bits = budget
     return made
-
-
-def _floor(rho: float) -> str:
-    return f"{math.floor(rho * 1e3) / 1e3:.3f}"
-
-
-def _ceil(bits: float) -> str:
-    return f"{bits * 1.001:.4g}" if bits > 1e12 else f"{math.ceil(bits * 1e3) / 1e3:.3f}"

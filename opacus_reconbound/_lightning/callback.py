@@ -14,11 +14,11 @@ import os
 import warnings
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from opacus_reconbound import _validate
 from opacus_reconbound._lightning.wiring import remove_grad_sample_hooks
+from opacus_reconbound._rounding import float32_above, float32_below, three_digits
 from opacus_reconbound.accountants import MutualInformationAccountant, StepHook, discard_pending_step
 from opacus_reconbound.certificates.certificate import ReconstructionBound, SourceCertificate
 from opacus_reconbound.certificates.plan import SplitPlan
@@ -288,7 +288,7 @@ class ReconstructionBoundMixin:
             values = self._values(with_epsilon=last or steps == 1 or steps % self.epsilon_every_n_steps == 0)
             pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
             short = {
-                _SHORT[name]: _three_digits(value, down=name.endswith("rho_star")) for name, value in values.items()
+                _SHORT[name]: three_digits(value, down=name.endswith("rho_star")) for name, value in values.items()
             }
             pl_module.log_dict(short, on_step=True, on_epoch=False, prog_bar=True, logger=False, batch_size=1)
         if self._breaches():
@@ -298,14 +298,14 @@ class ReconstructionBoundMixin:
         assert self.accountant is not None  # noqa: S101 - set in on_train_start
         bound = self.bound
         values = {
-            "reconstruction/rho_star": _float32_below(bound.rho),
-            "reconstruction/leakage_bits": _float32_above(bound.leakage_bits),
+            "reconstruction/rho_star": float32_below(bound.rho),
+            "reconstruction/leakage_bits": float32_above(bound.leakage_bits),
         }
         if self.budget_bits is not None:
             left = [self._steps_left(optimizer, hook) for optimizer, hook in self._found]
             values["reconstruction/steps_left"] = float(min(left))
         if with_epsilon:
-            values["privacy/epsilon"] = _float32_above(self.epsilon())
+            values["privacy/epsilon"] = float32_above(self.epsilon())
         return values
 
     def _steps_left(self, optimizer: Any, hook: StepHook) -> float:
@@ -386,21 +386,3 @@ class ReconstructionBoundMixin:
     def _say(self, trainer: Any, text: str) -> None:
         if self.verbose and trainer.is_global_zero:
             tqdm.write(text)  # does not tear a progress bar
-
-
-def _three_digits(value: float, *, down: bool) -> float:
-    """Three significant digits, on the safe side; a progress bar would round to the nearest."""
-    if value == 0.0 or not math.isfinite(value):
-        return value
-    unit = 10.0 ** (math.floor(math.log10(abs(value))) - 2)
-    return (math.floor(value / unit) if down else math.ceil(value / unit)) * unit
-
-
-def _float32_below(value: float) -> float:
-    """The largest float32 not above a number: loggers keep float32, and a logged bound must not round up."""
-    nearest = np.float32(value)
-    return float(np.nextafter(nearest, np.float32(-np.inf)) if float(nearest) > value else nearest)
-
-
-def _float32_above(value: float) -> float:
-    return -_float32_below(-value)
