@@ -13,6 +13,8 @@ import opacus_reconbound.accountants  # noqa: F401 - registers "rdp+mi" and "prv
 
 if TYPE_CHECKING:
     from opacus_reconbound._fingerprint import fingerprint as fingerprint
+    from opacus_reconbound.audit import Audit as Audit
+    from opacus_reconbound.audit import AuditedRun as AuditedRun
     from opacus_reconbound.certificates.certificate import ReconstructionBound as ReconstructionBound
     from opacus_reconbound.certificates.certificate import SourceCertificate as SourceCertificate
     from opacus_reconbound.certificates.certify import certify as certify
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from opacus_reconbound.representations.pixels import Pixels as Pixels
 
 _HOMES = {
+    "Audit": "audit",
+    "AuditedRun": "audit",
     "Finding": "checks",
     "Forecast": "engine",
     "Ledger": "leakage.ledger",
@@ -55,6 +59,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "Audit",
+    "AuditedRun",
     "Finding",
     "Forecast",
     "Ledger",

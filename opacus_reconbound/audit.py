@@ -450,7 +450,9 @@ def _read_checkpoint(path: Path) -> Any:
     if not path.exists():
         raise DataError(f"There is no file {path}.")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected pickle protocol", category=UserWarning)
+            return torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, ValueError, KeyError, IndexError, pickle.UnpicklingError) as error:
         reason = " ".join(str(error).split(".")[0].split())
         raise DataError(

@@ -539,7 +539,7 @@ def audit(
         typer.Option(
             parser=_number,
             metavar="EPS",
-            help="The ε that the noise was chosen for, where the noise itself is not known; needs --delta, --accountant.",
+            help="The ε that the noise was chosen for, where the noise is not known; needs --delta and --accountant.",
         ),
     ] = None,
     accountant: Annotated[
@@ -585,7 +585,7 @@ def audit(
     if min_rho is not None and certificate is None:
         raise InvalidValueError("--min-rho needs --certificate CERT.")
     floor = None if min_rho is None else _checked_floor(min_rho)
-    options = {
+    options: dict[str, Any] = {
         "records": records,
         "batch_size": batch_size,
         "sample_rate": sample_rate,
@@ -594,16 +594,15 @@ def audit(
         "accountant": accountant,
         "steps": steps,
         "epochs": epochs,
-        "phases": [_pairs(text) for text in phase] if phase else None,
+        "phase": [_pairs(text) for text in phase] if phase else None,
     }
-    given = [
-        f"--{key.replace('_', '-')}".replace("phases", "phase") for key, value in options.items() if value is not None
-    ]
+    given = [key.replace("_", "-") for key, value in options.items() if value is not None]
     if run is None and not given:
         raise InvalidValueError("No run was given: name RUN, a file, or describe the run by options.")
     if run is not None and given:
-        raise InvalidValueError(f"RUN says what ran, and so does {given[0]}. Give one of the two.")
+        raise InvalidValueError(f"RUN says what ran, and so does --{given[0]}. Give one of the two.")
     source = None if certificate is None else _load(certificate)
+    options["phases"] = options.pop("phase")
     audited = AuditedRun.from_description(options, delta=delta) if run is None else AuditedRun.load(run, delta=delta)
     found = audited.audit(source)
     met = floor is None or found.bound is None or found.bound.rho >= floor
@@ -808,7 +807,7 @@ def _pairs(text: str) -> dict[str, str]:
     keys = [key.strip() for key, _, _ in pairs]
     if not all(equals and key for key, (_, equals, _) in zip(keys, pairs, strict=True)) or len(set(keys)) < len(keys):
         raise InvalidValueError(
-            f"Expected --phase KEY=VALUE,KEY=VALUE, each key once, as in batch_size=4096,noise_multiplier=10,steps=725. "
+            "Expected --phase KEY=VALUE,..., each key once, as in batch_size=4096,noise_multiplier=10,steps=725. "
             f"Found {text!r}."
         )
     return {key: value.strip() for key, (_, _, value) in zip(keys, pairs, strict=True)}
