@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from opacus_reconbound.engine import make_private_with_rho as make_private_with_rho
     from opacus_reconbound.errors import ReconboundError as ReconboundError
     from opacus_reconbound.errors import ReconstructionBudgetExceeded as ReconstructionBudgetExceeded
+    from opacus_reconbound.floor import Floor as Floor
+    from opacus_reconbound.floor import attach as attach
     from opacus_reconbound.leakage.gaussian import step_leakage as step_leakage
     from opacus_reconbound.leakage.ledger import Ledger as Ledger
     from opacus_reconbound.leakage.schedule import Schedule as Schedule
@@ -38,6 +40,7 @@ _HOMES = {
     "Audit": "audit",
     "AuditedRun": "audit",
     "Finding": "checks",
+    "Floor": "floor",
     "Forecast": "engine",
     "Ledger": "leakage.ledger",
     "Pixels": "representations.pixels",
@@ -47,6 +50,7 @@ _HOMES = {
     "Schedule": "leakage.schedule",
     "SourceCertificate": "certificates.certificate",
     "SplitPlan": "certificates.plan",
+    "attach": "floor",
     "calibrate_noise": "engine",
     "certify": "certificates.certify",
     "fingerprint": "_fingerprint",
@@ -62,6 +66,7 @@ __all__ = [
     "Audit",
     "AuditedRun",
     "Finding",
+    "Floor",
     "Forecast",
     "Ledger",
     "Pixels",
@@ -71,6 +76,7 @@ __all__ = [
     "Schedule",
     "SourceCertificate",
     "SplitPlan",
+    "attach",
     "calibrate_noise",
     "certify",
     "fingerprint",

@@ -16,7 +16,7 @@ from opacus_reconbound.errors import AccountingError, CalibrationError, InvalidV
 from opacus_reconbound.leakage import noise_for_leakage, step_charge, steps_for_leakage
 from opacus_reconbound.leakage.calibration import total_bits
 
-__all__ = ["Forecast", "calibrate_noise", "forecast", "make_private_with_rho", "require_accountant"]
+__all__ = ["Forecast", "calibrate_noise", "forecast", "make_private_with_rho", "require_accountant", "stricter_budget"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +163,12 @@ def require_accountant(engine: PrivacyEngine) -> MutualInformationAccountant:
     return accountant
 
 
+def stricter_budget(accountant: MutualInformationAccountant, budget_bits: float) -> float:
+    """A budget in bits, or the one that the account is armed with where that is less."""
+    armed = accountant.budget_bits
+    return budget_bits if armed is None else min(budget_bits, armed)
+
+
 def make_private_with_rho(
     engine: PrivacyEngine,
     *,
@@ -209,9 +215,7 @@ def make_private_with_rho(
         )
     if "noise_multiplier" in kwargs:
         raise InvalidValueError("make_private_with_rho chooses noise_multiplier; leave it out, or use make_private.")
-    budget = certificate.leakage_budget(min_rho)
-    if accountant.budget_bits is not None:
-        budget = min(budget, accountant.budget_bits)  # a floor that is armed already stays
+    budget = stricter_budget(accountant, certificate.leakage_budget(min_rho))  # a floor that is armed already stays
     left = budget - accountant.charged_bits
     try:
         batches = len(data_loader)
