@@ -13,6 +13,8 @@ import opacus_reconbound.accountants  # noqa: F401 - registers "rdp+mi" and "prv
 
 if TYPE_CHECKING:
     from opacus_reconbound._fingerprint import fingerprint as fingerprint
+    from opacus_reconbound.audit import Audit as Audit
+    from opacus_reconbound.audit import AuditedRun as AuditedRun
     from opacus_reconbound.certificates.certificate import ReconstructionBound as ReconstructionBound
     from opacus_reconbound.certificates.certificate import SourceCertificate as SourceCertificate
     from opacus_reconbound.certificates.certify import certify as certify
@@ -32,14 +34,19 @@ if TYPE_CHECKING:
     from opacus_reconbound.engine import make_private_with_rho as make_private_with_rho
     from opacus_reconbound.errors import ReconboundError as ReconboundError
     from opacus_reconbound.errors import ReconstructionBudgetExceeded as ReconstructionBudgetExceeded
+    from opacus_reconbound.floor import Floor as Floor
+    from opacus_reconbound.floor import attach as attach
     from opacus_reconbound.leakage.gaussian import step_leakage as step_leakage
     from opacus_reconbound.leakage.ledger import Ledger as Ledger
     from opacus_reconbound.leakage.schedule import Schedule as Schedule
     from opacus_reconbound.representations.pixels import Pixels as Pixels
 
 _HOMES = {
+    "Audit": "audit",
+    "AuditedRun": "audit",
     "Epsilon": "engine",
     "Finding": "checks",
+    "Floor": "floor",
     "Forecast": "engine",
     "Ledger": "leakage.ledger",
     "Pixels": "representations.pixels",
@@ -49,6 +56,7 @@ _HOMES = {
     "Schedule": "leakage.schedule",
     "SourceCertificate": "certificates.certificate",
     "SplitPlan": "certificates.plan",
+    "attach": "floor",
     "calibrate_batch_size": "engine",
     "calibrate_noise": "engine",
     "calibrate_noise_scale": "engine",
@@ -65,8 +73,11 @@ _HOMES = {
 }
 
 __all__ = [
+    "Audit",
+    "AuditedRun",
     "Epsilon",
     "Finding",
+    "Floor",
     "Forecast",
     "Ledger",
     "Pixels",
@@ -76,6 +87,7 @@ __all__ = [
     "Schedule",
     "SourceCertificate",
     "SplitPlan",
+    "attach",
     "calibrate_batch_size",
     "calibrate_noise",
     "calibrate_noise_scale",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
+from opacus_reconbound._rounding import down3, up3
 from opacus_reconbound.errors import DataError, InvalidValueError, ReconboundError
 
 if TYPE_CHECKING:
@@ -531,7 +532,7 @@ def calibrate(
         return
     typer.echo(
         f"{said} ρ* >= {min_rho:g} for {run.steps:,} steps at sample rate {result['sample_rate']:g} "
-        f"({_up(run.charged_bits)} bits)."
+        f"({up3(run.charged_bits)} bits)."
     )
     typer.echo(f"In terms of differential privacy: {epsilon.describe()}.")
     typer.echo(found.explain())
@@ -608,7 +609,7 @@ def plan(
         _print_json(content | ({} if floor is None else {"met": met}))
     else:
         cells = [("step", "bits", "ρ*")]
-        cells += [(f"{row['step']:,}", _up(row["leakage_bits"]), _down3(row["rho_star"])) for row in table]
+        cells += [(f"{row['step']:,}", up3(row["leakage_bits"]), down3(row["rho_star"])) for row in table]
         widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
         for index, cell in enumerate(cells):
             last_kept = index > 0 and table[index - 1]["step"] == ahead.last_step
@@ -617,6 +618,125 @@ def plan(
         typer.echo(ahead.describe())
         if plot is not None:
             typer.echo(f"Wrote {plot}.")
+    if not met:
+        raise typer.Exit(1)
+
+
+@app.command(short_help="γ, ε and ρ* of a published or finished run.")
+def audit(
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RUN",
+            show_default=False,
+            help="A description (.yaml, .json), a history [[σ, q, steps], ...] (.json), or a checkpoint that holds an "
+            "accountant's state. Or describe the run by options.",
+        ),
+    ] = None,
+    records: Annotated[int | None, typer.Option(parser=_whole, metavar="N", help="Number of training records.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(parser=_whole, metavar="N", help="Expected records in a step; needs --records.")
+    ] = None,
+    sample_rate: Annotated[float | None, _RATE] = None,
+    noise_multiplier: Annotated[float | None, _NOISE] = None,
+    target_epsilon: Annotated[
+        float | None,
+        typer.Option(
+            parser=_number,
+            metavar="EPS",
+            help="The ε that the noise was chosen for, where the noise is not known; needs --delta and --accountant.",
+        ),
+    ] = None,
+    accountant: Annotated[
+        str | None, typer.Option(metavar="KIND", help="What chose the noise for --target-epsilon: rdp or prv.")
+    ] = None,
+    steps: Annotated[int | None, _STEPS] = None,
+    epochs: Annotated[
+        float | None, typer.Option(parser=_number, metavar="N", help="Passes over the records, instead of --steps.")
+    ] = None,
+    phase: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE,...",
+            show_default=False,
+            help="One phase of several, as in batch_size=4096,noise_multiplier=10,steps=725. Repeatable.",
+        ),
+    ] = None,
+    delta: Annotated[
+        float | None,
+        typer.Option(
+            parser=_number, metavar="DELTA", show_default=False, help="δ of ε, in (0, 1).  [default: RUN's, or 1e-05]"
+        ),
+    ] = None,
+    certificate: Annotated[
+        Path | None, typer.Option(metavar="CERT", show_default=False, help="Show ρ* by this certificate.")
+    ] = None,
+    min_rho: Annotated[float | None, _FLOOR] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a published or finished run guarantees: γ, ε by RDP and by PRV, and with a certificate ρ*.
+
+    With --min-rho, exit code 1 where the floor is not met.
+
+    \b
+    Examples:
+      reconbound audit de-2022-cifar10.yaml
+      reconbound audit --records 45000 --batch-size 4096 --noise-multiplier 10 --steps 725 --delta 1e-5
+      reconbound audit --records 45000 --batch-size 4096 --target-epsilon 1 --accountant rdp --steps 725 --delta 1e-5
+      reconbound audit checkpoint.pt --certificate mnist.json --min-rho 0.7
+    """  # noqa: D301 - \b keeps the lines of the example
+    from opacus_reconbound.audit import AuditedRun
+
+    if min_rho is not None and certificate is None:
+        raise InvalidValueError("--min-rho needs --certificate CERT.")
+    floor = None if min_rho is None else _checked_floor(min_rho)
+    options: dict[str, Any] = {
+        "records": records,
+        "batch_size": batch_size,
+        "sample_rate": sample_rate,
+        "noise_multiplier": noise_multiplier,
+        "target_epsilon": target_epsilon,
+        "accountant": accountant,
+        "steps": steps,
+        "epochs": epochs,
+        "phase": [_pairs(text) for text in phase] if phase else None,
+    }
+    given = [key.replace("_", "-") for key, value in options.items() if value is not None]
+    if run is None and not given:
+        raise InvalidValueError("No run was given: name RUN, a file, or describe the run by options.")
+    if run is not None and given:
+        raise InvalidValueError(f"RUN says what ran, and so does --{given[0]}. Give one of the two.")
+    source = None if certificate is None else _load(certificate)
+    options["phases"] = options.pop("phase")
+    audited = AuditedRun.from_description(options, delta=delta) if run is None else AuditedRun.load(run, delta=delta)
+    found = audited.audit(source)
+    met = floor is None or found.bound is None or found.bound.rho >= floor
+    if as_json:
+        result: dict[str, Any] = {
+            "name": audited.name,
+            "source": audited.source,
+            "schedule": [
+                {"sample_rate": r.sample_rate, "noise_multiplier": r.noise_multiplier, "steps": r.steps}
+                for r in audited.schedule
+            ],
+            "steps": audited.schedule.steps,
+            "leakage_bits": found.leakage_bits,
+            "charged_bits": found.charged_bits,
+            "delta": audited.delta,
+            "epsilon_rdp": found.epsilon_rdp,
+            "epsilon_prv": found.epsilon_prv,
+            "bound": None if found.bound is None else _bound_as_dict(found.bound),
+            "derived": audited.derived,
+            "assumptions": found.assumptions,
+        }
+        _print_json(result | ({} if floor is None else {"min_rho": floor, "met": met}))
+    else:
+        typer.echo(found.explain())
+        typer.echo("It assumes:")
+        for assumption in found.assumptions:
+            typer.echo(f"  - {assumption}")
+        if floor is not None and found.bound is not None:
+            typer.echo(f"The floor of {floor:g} is {'met' if met else 'NOT met'}: ρ* = {down3(found.bound.rho)}.")
     if not met:
         raise typer.Exit(1)
 
@@ -666,17 +786,17 @@ def ledger(
         _print_table(
             [("run", "sessions", "steps", "bits", "of these reserved")]
             + [
-                (r.run, str(r.sessions), f"{r.schedule.steps:,}", _up(r.charged_bits), _up(r.reserved_bits))
+                (r.run, str(r.sessions), f"{r.schedule.steps:,}", up3(r.charged_bits), up3(r.reserved_bits))
                 for r in runs
             ]
-            + [("total", "", f"{sum(r.schedule.steps for r in runs):,}", _up(total), _up(reserved))]
+            + [("total", "", f"{sum(r.schedule.steps for r in runs):,}", up3(total), up3(reserved))]
         )
         if budget is not None:
-            typer.echo(f"All runs together may charge {_up(budget)} bits.")
+            typer.echo(f"All runs together may charge {up3(budget)} bits.")
         if found is not None:
             typer.echo(found.explain())
         if floor is not None and found is not None:
-            typer.echo(f"The floor of {floor:g} is {'met' if met else 'NOT met'}: ρ* = {_down3(found.rho)}.")
+            typer.echo(f"The floor of {floor:g} is {'met' if met else 'NOT met'}: ρ* = {down3(found.rho)}.")
     if not met:
         raise typer.Exit(1)
 
@@ -786,6 +906,18 @@ def _check_device(device: str) -> None:
         ) from error
 
 
+def _pairs(text: str) -> dict[str, str]:
+    """The mapping that ``key=value,key=value`` writes."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    keys = [key.strip() for key, _, _ in pairs]
+    if not all(equals and key for key, (_, equals, _) in zip(keys, pairs, strict=True)) or len(set(keys)) < len(keys):
+        raise InvalidValueError(
+            "Expected --phase KEY=VALUE,..., each key once, as in batch_size=4096,noise_multiplier=10,steps=725. "
+            f"Found {text!r}."
+        )
+    return {key: value.strip() for key, (_, _, value) in zip(keys, pairs, strict=True)}
+
+
 def _need(package: str, extra: str) -> Any:
     try:
         __import__(package)
@@ -862,19 +994,9 @@ def _print_json(value: Any) -> None:
     typer.echo(json.dumps(plain(value), indent=1, ensure_ascii=not letters, allow_nan=False))
 
 
-def _up(value: float) -> str:
-    if value > 1e12:
-        return f"{value * 1.001:.4g}"
-    return f"{math.ceil(value * 1e3) / 1e3:.3f}"
-
-
 def _up_six(value: float) -> float:
     """Six decimals, upwards, to be printed in full: what is copied from here keeps the floor too."""
     return max(value, math.ceil(value * 1e6) / 1e6)
-
-
-def _down3(value: float) -> str:
-    return f"{math.floor(value * 1e3) / 1e3:.3f}"
 
 
 if __name__ == "__main__":

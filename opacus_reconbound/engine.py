@@ -12,6 +12,7 @@ from opacus import PrivacyEngine
 
 from opacus_reconbound import _validate
 from opacus_reconbound._mechanism import is_ghost
+from opacus_reconbound._rounding import down3, up3
 from opacus_reconbound.accountants import (
     MutualInformationAccountant,
     PRVMutualInformationAccountant,
@@ -44,6 +45,7 @@ __all__ = [
     "forecast",
     "make_private_with_rho",
     "require_accountant",
+    "stricter_budget",
 ]
 
 Found = TypeVar("Found")
@@ -65,8 +67,8 @@ class Epsilon:
 
     def describe(self) -> str:
         """Such as ``ε <= 2.100 by RDP, 1.800 by PRV, at δ = 1e-05``; rounded up."""
-        prv = "" if self.prv is None else f", {_ceil(self.prv)} by PRV,"
-        return f"ε <= {_ceil(self.rdp)} by RDP{prv} at δ = {self.delta:g}"
+        prv = "" if self.prv is None else f", {up3(self.prv)} by PRV,"
+        return f"ε <= {up3(self.rdp)} by RDP{prv} at δ = {self.delta:g}"
 
 
 def epsilon_of(history: Iterable[tuple[float, float, int]], delta: float, *, prv: bool = False) -> Epsilon:
@@ -130,8 +132,8 @@ class Forecast:
             text = "training has no planned end"
         else:
             text = (
-                f"at these settings training would end after {self.steps:,} steps at ρ* = {_floor(self.rho)} "
-                f"({_ceil(self.leakage_bits)} bits{'' if self.epsilon is None else f'; {self.epsilon.describe()}'})"
+                f"at these settings training would end after {self.steps:,} steps at ρ* = {down3(self.rho)} "
+                f"({up3(self.leakage_bits)} bits{'' if self.epsilon is None else f'; {self.epsilon.describe()}'})"
             )
         if self.min_rho is None:
             return f"Forecast: {text}."
@@ -406,6 +408,12 @@ def require_accountant(engine: PrivacyEngine) -> MutualInformationAccountant:
     return accountant
 
 
+def stricter_budget(accountant: MutualInformationAccountant, budget_bits: float) -> float:
+    """A budget in bits, or the one that the account is armed with where that is less."""
+    armed = accountant.budget_bits
+    return budget_bits if armed is None else min(budget_bits, armed)
+
+
 def make_private_with_rho(
     engine: PrivacyEngine,
     *,
@@ -452,9 +460,7 @@ def make_private_with_rho(
         )
     if "noise_multiplier" in kwargs:
         raise InvalidValueError("make_private_with_rho chooses noise_multiplier; leave it out, or use make_private.")
-    budget = certificate.leakage_budget(min_rho)
-    if accountant.budget_bits is not None:
-        budget = min(budget, accountant.budget_bits)  # a floor that is armed already stays
+    budget = stricter_budget(accountant, certificate.leakage_budget(min_rho))  # a floor that is armed already stays
     left = budget - accountant.charged_bits
     try:
         batches = len(data_loader)
@@ -488,11 +494,3 @@ def make_private_with_rho(
         made[1].step_hook.watch_clipping(made[0])
     accountant.budget_bits = budget
     return made
-
-
-def _floor(rho: float) -> str:
-    return f"{math.floor(rho * 1e3) / 1e3:.3f}"
-
-
-def _ceil(bits: float) -> str:
-    return f"{bits * 1.001:.4g}" if bits > 1e12 else f"{math.ceil(bits * 1e3) / 1e3:.3f}"

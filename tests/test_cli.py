@@ -43,7 +43,7 @@ from opacus_reconbound.cli import main
 MODULE = importlib.import_module("opacus_reconbound.certificates.certify")  # the package has a function of that name
 ROOT = Path(__file__).resolve().parent.parent
 DIGITS = load_digits().images.astype(np.uint8)[np.random.default_rng(0).permutation(1797)][:700]
-COMMANDS = ("certify", "inspect", "bound", "calibrate", "plan", "ledger", "demo")
+COMMANDS = ("certify", "inspect", "bound", "calibrate", "plan", "audit", "ledger", "demo")
 
 CERTIFICATE = SourceCertificate(
     designs=(
@@ -804,3 +804,68 @@ def test_ledger_lists_runs_and_judges_their_total(run: Runner, tmp_path: Path) -
     assert "NOT met" in run(f"ledger {path} --certificate c.json --min-rho {above!r}", 1).out
     assert "needs --certificate" in run(f"ledger {path} --min-rho 0.5", 2).err
     assert "There is no ledger" in run(f"ledger {tmp_path / 'none'}", 2).err
+
+
+AUDITED = "--records 45000 --batch-size 4096 --noise-multiplier 10 --steps 725"
+
+
+def test_audit_of_options_and_of_a_file(run: Runner) -> None:
+    found = run(f"audit {AUDITED} --delta 1e-6 --json").json
+    schedule = Schedule.constant(sample_rate=4096 / 45000, noise_multiplier=10, steps=725)
+    assert found["leakage_bits"] == schedule.leakage_bits
+    assert found["charged_bits"] == schedule.charged_bits
+    assert found["schedule"] == [{"sample_rate": 4096 / 45000, "noise_multiplier": 10, "steps": 725}]
+    assert (found["delta"], found["bound"]) == (1e-6, None)
+    assert found["epsilon_prv"] < found["epsilon_rdp"]
+    assert "Poisson" in found["assumptions"][0]
+    example = ROOT / "examples" / "audits" / "de-2022-cifar10.yaml"
+    from_file = run(f"audit {example} --delta 1e-6 --json").json
+    assert from_file["name"] == "De et al. 2022, CIFAR-10 at ε = 1"
+    assert from_file["source"] == "arXiv 2204.13650"
+    for key in ("name", "source"):
+        del found[key], from_file[key]
+    assert from_file == found
+    phases = "--phase batch_size=4096,noise_multiplier=10,steps=700 --phase sample_rate=0.1,noise_multiplier=8,epochs=2"
+    assert [r["steps"] for r in run(f"audit --records 45000 {phases} --json").json["schedule"]] == [700, 20]
+    shown = run(f"audit {AUDITED}").out
+    assert "This run: 725 steps at sample rate 0.09102" in shown
+    assert "at δ = 1e-05: 1.001 by RDP" in shown
+    assert "It assumes:\n  - Every step drew a Poisson sample" in shown
+
+
+def test_audit_judges_a_floor(run: Runner) -> None:
+    bits = Schedule.constant(sample_rate=4096 / 45000, noise_multiplier=10, steps=725).charged_bits
+    rho = CERTIFICATE.bound(bits).rho
+    assert "is met" in run(f"audit {AUDITED} --certificate c.json --min-rho {rho!r}").out
+    above = math.nextafter(rho, 1)
+    assert "NOT met" in run(f"audit {AUDITED} --certificate c.json --min-rho {above!r}", 1).out
+    judged = run(f"audit {AUDITED} --certificate c.json --min-rho {above!r} --json", 1).json
+    assert (judged["met"], judged["bound"]["rho_star"], judged["bound"]["leakage_bits"]) == (False, rho, bits)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ("", "No run was given"),
+        ("--delta 1e-5", "No run was given"),
+        (f"other.json {AUDITED}", "RUN says what ran, and so does --records"),
+        ("other.json --phase steps=1", "and so does --phase"),
+        ("other.json", "other.json: Give sample_rate or batch_size"),
+        ("none.yaml", "There is no file none.yaml"),
+        ("one.npz", "one.npz is no file of torch.save"),
+        (f"{AUDITED} --min-rho 0.5", "--min-rho needs --certificate"),
+        (f"{AUDITED} --min-rho 2 --certificate c.json", "Found 2"),
+        (f"{AUDITED} --certificate none.json", "There is no certificate at none.json"),
+        (f"{AUDITED} --epochs 3", "Found both"),
+        (f"{AUDITED} --delta 0", "Found 0"),
+        (f"{AUDITED} --records many", "'many' is not a whole number"),
+        ("--phase steps", "Found 'steps'"),
+        ("--phase steps=1,steps=2", "each key once"),
+        ("--phase =1", "Found '=1'"),
+        ("--phase sigma=1", r"phases\[0\]: unknown key 'sigma'. Known are"),
+        ("--records 100 --phase batch_size=200,noise_multiplier=1,steps=1", r"phases\[0\]: batch_size = 200 is more"),
+        (f"{AUDITED} --target-epsilon 1 --accountant rdp --delta 1e-5", "stands for the noise_multiplier"),
+    ],
+)
+def test_bad_audits(run: Runner, arguments: str, match: str) -> None:
+    run.error(f"audit {arguments}", match)

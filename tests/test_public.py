@@ -32,7 +32,7 @@ def project() -> dict[str, Any]:
             "opacus_reconbound",
             "Pixels ReconboundError ReconstructionBound ReconstructionBudgetExceeded Schedule SourceCertificate "
             "SplitPlan calibrate_noise certify make_private_with_rho step_leakage forecast Forecast Finding guard "
-            "inspect keep_empty_batches Ledger fingerprint",
+            "inspect keep_empty_batches Ledger fingerprint Audit AuditedRun attach Floor",
         ),
         ("opacus_reconbound.certificates.designs", "BlockDesign ReplicaDesign"),
         ("opacus_reconbound.lightning", "ReconstructionBoundCallback private_optimizer"),

@@ -14,16 +14,24 @@ import os
 import warnings
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from opacus_reconbound import _validate
 from opacus_reconbound._lightning.wiring import remove_grad_sample_hooks
+from opacus_reconbound._live import (
+    account_of,
+    breaches,
+    describe_outcome,
+    forecast_run,
+    measure,
+    shorten,
+    stricter_budget_in_force,
+)
 from opacus_reconbound.accountants import MutualInformationAccountant, StepHook, discard_pending_step
 from opacus_reconbound.certificates.certificate import ReconstructionBound, SourceCertificate
 from opacus_reconbound.certificates.plan import SplitPlan
 from opacus_reconbound.checks import hooks_of, poisson_rate, ranks_in_step, require_private_run
-from opacus_reconbound.engine import Forecast, forecast
+from opacus_reconbound.engine import Forecast, stricter_budget
 from opacus_reconbound.errors import AccountingError, InvalidValueError, LedgerError
 from opacus_reconbound.leakage.ledger import Ledger
 
@@ -31,13 +39,6 @@ __all__ = ["ReconstructionBoundMixin"]
 
 _STATE_VERSION = 1
 _KEY = "ReconstructionBoundCallback"
-# a progress bar has little room
-_SHORT = {
-    "reconstruction/rho_star": "rho*",
-    "reconstruction/leakage_bits": "bits",
-    "reconstruction/steps_left": "left",
-    "privacy/epsilon": "eps",
-}
 
 
 class ReconstructionBoundMixin:
@@ -184,13 +185,7 @@ class ReconstructionBoundMixin:
         self.stopping_reason = None
         self._lifted = None
         self._found = hooks_of(list(trainer.optimizers))
-        accountants = {id(hook.accountant): hook.accountant for _, hook in self._found}
-        if len(accountants) != 1:
-            raise AccountingError(
-                f"The optimizers are charged to {len(accountants)} accounts. Make all of them private with one engine: "
-                "what they reveal adds up."
-            )
-        self.accountant = accountant = next(iter(accountants.values()))
+        self.accountant = accountant = account_of(self._found)
         if getattr(getattr(trainer, "precision_plugin", None), "scaler", None) is not None:
             raise AccountingError(
                 "precision='16-mixed' scales gradients before they are clipped and skips steps by what it sees in "
@@ -206,8 +201,7 @@ class ReconstructionBoundMixin:
             accountant.load_state_dict(self._restored["accountant"])
             self._restored = None
         if self.budget_bits is not None:
-            limits = [self.budget_bits, accountant.budget_bits]
-            accountant.budget_bits = min(limit for limit in limits if limit is not None)
+            accountant.budget_bits = stricter_budget(accountant, self.budget_bits)
         if self.delta is None:
             self.delta = min(0.5, float(max(2, len(loader.dataset))) ** -1.1)
         ranks_in_step(loader, self._found)
@@ -222,32 +216,21 @@ class ReconstructionBoundMixin:
 
     def _announce(self, trainer: Any, loader: Any) -> None:
         assert self.accountant is not None  # noqa: S101 - set by the caller
-        optimizer, hook = self._found[0]
         rate = poisson_rate(loader)
         per_epoch = max(1, int(1 / rate)) if rate else 1
         planned: float = trainer.max_epochs * per_epoch if (trainer.max_epochs or -1) >= 0 else math.inf
         if (trainer.max_steps or -1) >= 0:
             planned = min(planned, trainer.max_steps)
-        self.forecast = forecast(
+        self.forecast = forecast_run(
             self.certificate,
-            sample_rate=hook.sample_rate,
-            noise_multiplier=hook.noise_multiplier(optimizer),
+            self._found,
             steps=None if math.isinf(planned) else max(int(planned), len(self.accountant)),
             min_rho=self.min_rho,
-            steps_taken=len(self.accountant),
-            bits_taken=self.accountant.charged_bits,
-            budget_bits=self.accountant.budget_bits,
             delta=self.delta,
-            history=self.accountant.history,
         )
-        armed = self.accountant.budget_bits
-        if armed is not None and (self.budget_bits is None or armed < self.budget_bits):
-            kept = math.floor(self.certificate.bound(armed).rho * 1e3) / 1e3
-            self._say(
-                trainer,
-                f"The account is still armed with a stricter budget of {armed:.6g} bits (ρ* >= {kept:.3f}), which "
-                "stays in force. To give it up, set accountant.budget_bits = None before fit().",
-            )
+        notice = stricter_budget_in_force(self.certificate, self.accountant, self.budget_bits, before="fit()")
+        if notice is not None:
+            self._say(trainer, notice)
         self._say(trainer, self.forecast.describe())
 
     # -- every step -------------------------------------------------------------------------------------------------
@@ -289,44 +272,20 @@ class ReconstructionBoundMixin:
             last = trainer.is_last_batch or steps == trainer.max_steps or self._breaches()
             values = self._values(with_epsilon=last or steps == 1 or steps % self.epsilon_every_n_steps == 0)
             pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
-            short = {
-                _SHORT[name]: _three_digits(value, down=name.endswith("rho_star")) for name, value in values.items()
-            }
-            pl_module.log_dict(short, on_step=True, on_epoch=False, prog_bar=True, logger=False, batch_size=1)
+            pl_module.log_dict(shorten(values), on_step=True, on_epoch=False, prog_bar=True, logger=False, batch_size=1)
         if self._breaches():
             self._stop(trainer, "the next step would breach the floor")
 
     def _values(self, *, with_epsilon: bool) -> dict[str, float]:
-        assert self.accountant is not None  # noqa: S101 - set in on_train_start
-        bound = self.bound
-        values = {
-            "reconstruction/rho_star": _float32_below(bound.rho),
-            "reconstruction/leakage_bits": _float32_above(bound.leakage_bits),
-        }
-        if self.budget_bits is not None:
-            left = [self._steps_left(optimizer, hook) for optimizer, hook in self._found]
-            values["reconstruction/steps_left"] = float(min(left))
-        if with_epsilon:
-            values["privacy/epsilon"] = _float32_above(self.epsilon())
-        return values
-
-    def _steps_left(self, optimizer: Any, hook: StepHook) -> float:
-        assert self.accountant is not None  # noqa: S101 - set in on_train_start
-        left = self.accountant.steps_left(
-            noise_multiplier=hook.noise_multiplier(optimizer), sample_rate=hook.sample_rate
+        return measure(
+            self.certificate,
+            self._found,
+            with_steps_left=self.budget_bits is not None,
+            epsilon=self.epsilon() if with_epsilon else None,
         )
-        return math.inf if left is None else left
 
     def _breaches(self) -> bool:
-        """Whether a step of some optimizer, at its present noise, would go beyond the budget."""
-        if self.accountant is None or self.accountant.budget_bits is None:
-            return False
-        return any(
-            self.accountant.would_exceed(
-                noise_multiplier=hook.noise_multiplier(optimizer), sample_rate=hook.sample_rate
-            )
-            for optimizer, hook in self._found
-        )
+        return self.accountant is not None and breaches(self._found)
 
     def _audit(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Layer 4: runs just before the parameters change."""
@@ -356,10 +315,7 @@ class ReconstructionBoundMixin:
         """Say how it ended."""
         if self.accountant is None:
             return
-        outcome = f"{len(self.accountant):,} steps were taken. {self.bound.explain()}"
-        if self.stopping_reason is not None:
-            limit = "" if self.min_rho is None else f" (min_rho = {self.min_rho:g})"
-            outcome = f"Training was stopped: {self.stopping_reason}{limit}. {outcome}"
+        outcome = describe_outcome(len(self.accountant), self.bound, stopped=self.stopping_reason, min_rho=self.min_rho)
         self._say(trainer, outcome)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -388,21 +344,3 @@ class ReconstructionBoundMixin:
     def _say(self, trainer: Any, text: str) -> None:
         if self.verbose and trainer.is_global_zero:
             tqdm.write(text)  # does not tear a progress bar
-
-
-def _three_digits(value: float, *, down: bool) -> float:
-    """Three significant digits, on the safe side; a progress bar would round to the nearest."""
-    if value == 0.0 or not math.isfinite(value):
-        return value
-    unit = 10.0 ** (math.floor(math.log10(abs(value))) - 2)
-    return (math.floor(value / unit) if down else math.ceil(value / unit)) * unit
-
-
-def _float32_below(value: float) -> float:
-    """The largest float32 not above a number: loggers keep float32, and a logged bound must not round up."""
-    nearest = np.float32(value)
-    return float(np.nextafter(nearest, np.float32(-np.inf)) if float(nearest) > value else nearest)
-
-
-def _float32_above(value: float) -> float:
-    return -_float32_below(-value)
