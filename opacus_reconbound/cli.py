@@ -205,7 +205,7 @@ def certify(
         bool,
         typer.Option(
             "--allow-repeats",
-            help="Accept equal records in the two samples: the source repeats values, and they are independent draws.",
+            help="Accept equal records: the source repeats values, and they are independent draws.",
         ),
     ] = False,
     splits: Annotated[
@@ -253,6 +253,7 @@ def certify(
     from opacus_reconbound import _validate
     from opacus_reconbound._files import check_writable, open_records, refuse_repeats, split_key
     from opacus_reconbound.certificates.certify import certify as make
+    from opacus_reconbound.certificates.devices import usable_device
     from opacus_reconbound.certificates.plan import SplitPlan
     from opacus_reconbound.certificates.records import SelectedRecords
     from opacus_reconbound.certificates.split import split_indices
@@ -290,7 +291,7 @@ def certify(
             declared = float(normaliser)
         except ValueError:
             raise InvalidValueError(f"Expected --normaliser point, ucb or a number. Found {normaliser!r}.") from None
-    _check_device(device)
+    usable_device("--device", device)
     refuse_repeats(sources)
     plan = None if splits is None else SplitPlan.load(splits)
     samples: tuple[Any, Any]
@@ -666,17 +667,6 @@ def _checked_steps(steps: int, minimum: int = 0) -> int:
     from opacus_reconbound import _validate
 
     return _validate.integer("--steps", steps, minimum=minimum, maximum=_MOST_STEPS)
-
-
-def _check_device(device: str) -> None:
-    import torch
-
-    try:
-        torch.empty(1, device=device).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InvalidValueError(
-            f"--device {device} cannot be used here: {str(error).splitlines()[0].rstrip('.')}. The default is cpu."
-        ) from error
 
 
 def _need(package: str, extra: str) -> Any:
