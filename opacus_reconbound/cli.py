@@ -36,8 +36,6 @@ app = typer.Typer(
     ),
 )
 
-_MOST_STEPS = 2**53
-
 
 def _number(text: str | float) -> float:
     try:
@@ -666,7 +664,7 @@ def _checked_floor(min_rho: float) -> float:
 def _checked_steps(steps: int, minimum: int = 0) -> int:
     from opacus_reconbound import _validate
 
-    return _validate.integer("--steps", steps, minimum=minimum, maximum=_MOST_STEPS)
+    return _validate.steps("--steps", steps, minimum=minimum)
 
 
 def _need(package: str, extra: str) -> Any:

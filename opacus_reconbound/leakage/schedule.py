@@ -34,7 +34,7 @@ class Run:
     def __post_init__(self) -> None:
         object.__setattr__(self, "sample_rate", _validate.sample_rate(self.sample_rate))
         object.__setattr__(self, "noise_multiplier", _validate.non_negative("noise_multiplier", self.noise_multiplier))
-        object.__setattr__(self, "steps", _validate.integer("steps", self.steps))
+        object.__setattr__(self, "steps", _validate.steps("steps", self.steps))
 
 
 def _exact_total(bits: NDArray[np.float64], steps: NDArray[np.int64]) -> float:
@@ -85,6 +85,7 @@ class Schedule:
                 last is not None
                 and last.sample_rate == run.sample_rate
                 and last.noise_multiplier == run.noise_multiplier
+                and last.steps + run.steps <= _validate.MOST_STEPS
             ):
                 merged[-1] = Run(run.sample_rate, run.noise_multiplier, last.steps + run.steps)
             else:
@@ -124,7 +125,8 @@ class Schedule:
                 runs.append(Run(q, sigma, steps))  # type: ignore[arg-type]
             except (TypeError, ValueError) as error:
                 raise InvalidValueError(
-                    f"Expected history[{index}] = (noise_multiplier, sample_rate, num_steps). Found {entry!r}: {error}"
+                    f"Expected history[{index}] = (noise_multiplier, sample_rate, num_steps). "
+                    f"Found {_validate.shown(entry)}: {error}"
                 ) from error
         return cls(tuple(runs))
 
