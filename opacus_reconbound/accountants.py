@@ -41,7 +41,6 @@ Entry = tuple[float, float, int]
 _STATE_VERSION = 2  # 1: without a ledger
 _LEAST_NOISE, _MOST_NOISE = 1e-3, 1e4  # Opacus computes ε between these
 _CHARGING = Lock()
-_MANY = 2**53  # steps; as good as unlimited
 
 
 def _pair(noise_multiplier: object, sample_rate: object) -> tuple[float, float]:
@@ -58,10 +57,11 @@ def _entry(index: int, entry: Any) -> Entry:
     try:
         sigma, q, steps = entry
         sigma, q = _validate.non_negative("noise_multiplier", sigma), _validate.sample_rate(q)
-        return sigma, q, _validate.integer("num_steps", steps)
+        return sigma, q, _validate.steps("num_steps", steps)
     except (TypeError, ValueError) as error:
         raise InvalidValueError(
-            f"Expected history[{index}] = (noise_multiplier, sample_rate, num_steps). Found {entry!r}: {error}"
+            f"Expected history[{index}] = (noise_multiplier, sample_rate, num_steps). "
+            f"Found {_validate.shown(entry)}: {error}"
         ) from error
 
 
@@ -99,7 +99,7 @@ def _memory(value: Any, expected: str) -> dict[str, Any]:
     """What a state says about its ledger, checked."""
     kinds = {"id": str, "run": str, "lines": int, "chain": str}
     if not isinstance(value, Mapping) or any(type(value.get(key)) is not kind for key, kind in kinds.items()):
-        raise InvalidValueError(f"{expected}'ledger': {value!r}, which names no ledger.")
+        raise InvalidValueError(f"{expected}'ledger': {_validate.shown(value)}, which names no ledger.")
     return {key: value[key] for key in kinds}
 
 
@@ -372,7 +372,7 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
             history, merges, steps = self._history, False, 1
             if history:
                 last_sigma, last_q, before = history[-1]
-                if last_sigma == sigma and last_q == q:
+                if last_sigma == sigma and last_q == q and before < _validate.MOST_STEPS:
                     merges, steps = True, before + 1
             ahead = None
             if self._session is not None:
@@ -608,7 +608,7 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
     def leakage_after(self, *, noise_multiplier: float, sample_rate: float, steps: int = 1) -> float:
         """``charged_bits`` after ``steps`` more steps at (q, σ); charges nothing."""
         sigma, q = _pair(noise_multiplier, sample_rate)
-        return self._total().after(step_charge(q, sigma)[1], _validate.integer("steps", steps))
+        return self._total().after(step_charge(q, sigma)[1], _validate.steps("steps", steps))
 
     def would_exceed(
         self, budget_bits: float | None = None, *, noise_multiplier: float, sample_rate: float, steps: int = 1
@@ -633,9 +633,9 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
         """The most further steps at (q, σ) within ``budget_bits``; None for no budget or more than 2**53 steps."""
         sigma, q = _pair(noise_multiplier, sample_rate)
         budget, charged, bits = self.budget_bits, self._total(), step_charge(q, sigma)[1]
-        if budget is None or charged.after(bits, _MANY) <= budget:
+        if budget is None or charged.after(bits, _validate.MOST_STEPS) <= budget:
             return None
-        within, beyond = 0, _MANY
+        within, beyond = 0, _validate.MOST_STEPS
         while beyond - within > 1:
             middle = (within + beyond) // 2
             within, beyond = (within, middle) if charged.after(bits, middle) > budget else (middle, beyond)
@@ -707,14 +707,17 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
             raise InvalidValueError(f"{expected}{type(state).__name__}.")
         mechanism, history, ours = (state.get(key) for key in ("mechanism", "history", "reconbound"))
         if mechanism not in (own, inner) or not isinstance(history, (list, tuple)):
-            raise InvalidValueError(f"{expected}mechanism {mechanism!r}, history of type {type(history).__name__}.")
+            raise InvalidValueError(
+                f"{expected}mechanism {_validate.shown(mechanism)}, history of type {type(history).__name__}."
+            )
         if mechanism == own:
             version = ours.get("version") if isinstance(ours, Mapping) else None
             if type(version) is not int or version < 1:
-                raise InvalidValueError(f"{expected}'reconbound': {ours!r}, which names no version.")
+                raise InvalidValueError(f"{expected}'reconbound': {_validate.shown(ours)}, which names no version.")
             if version > _STATE_VERSION:
                 raise InvalidValueError(
-                    f"Expected a state of version {_STATE_VERSION} at most. Found {version}. Update opacus-reconbound."
+                    f"Expected a state of version {_STATE_VERSION} at most. Found {_validate.shown(version)}. "
+                    "Update opacus-reconbound."
                 )
             if isinstance(ours, Mapping) and "ledger" in ours:
                 return _entries(history), _memory(ours["ledger"], expected)

@@ -36,7 +36,6 @@ __all__ = ["DELTA", "Audit", "AuditedRun", "epsilon"]
 Accounting = Literal["rdp", "prv"]
 
 DELTA = 1e-5  # where nothing else is said
-_MOST_STEPS = 2**53
 _MOST_EPSILON = 1000.0
 _PRV_WORK = 3e4  # ε √steps, times distinct steps; beyond it Opacus takes minutes, or more memory than there is
 _MOST_PHASES = 6  # that are listed one by one
@@ -94,7 +93,7 @@ class _Phase(BaseModel):
     @field_validator("records", "batch_size", "steps", mode="before", check_fields=False)
     @classmethod
     def _count(cls, value: object, info: ValidationInfo) -> object:
-        return _validate.integer(str(info.field_name), value, minimum=1, maximum=_MOST_STEPS)
+        return _validate.integer(str(info.field_name), value, minimum=1, maximum=_validate.MOST_STEPS)
 
     @field_validator("epochs", "target_epsilon", mode="before", check_fields=False)
     @classmethod
@@ -171,7 +170,7 @@ def _steps_of(where: str, phase: _Phase, rate: float) -> tuple[int, str | None]:
     if rate == 0.0:
         raise InvalidValueError(f"{where}epochs need a sample rate above 0. Give steps.")
     exact = Fraction(epochs) / Fraction(rate)
-    if exact > _MOST_STEPS:
+    if exact > _validate.MOST_STEPS:
         raise InvalidValueError(f"{where}epochs = {epochs:g} at sample rate {rate:g} are more than 2**53 steps.")
     count = math.ceil(exact * (1 - Fraction(1, 10**12)))  # 1/49 is no float, and 100 epochs of it no 4,901 steps
     return count, f"{epochs:g} epochs at that rate are {count:,} steps, rounded up."

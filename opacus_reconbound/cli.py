@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
+from opacus_reconbound import _validate
 from opacus_reconbound._rounding import down3, up3
 from opacus_reconbound.errors import DataError, InvalidValueError, ReconboundError
 
@@ -38,9 +39,6 @@ app = typer.Typer(
         "Exit codes: 0 fine, 1 a floor (--min-rho) is not met, 2 bad input, 130 interrupted."
     ),
 )
-
-
-_MOST_STEPS = 2**53
 
 
 def _number(text: str | float) -> float:
@@ -212,7 +210,7 @@ def certify(
         bool,
         typer.Option(
             "--allow-repeats",
-            help="Accept equal records in the two samples: the source repeats values, and they are independent draws.",
+            help="Accept equal records: the source repeats values, and they are independent draws.",
         ),
     ] = False,
     splits: Annotated[
@@ -257,9 +255,9 @@ def certify(
     """  # noqa: D301 - \b keeps the lines of the example
     import numpy as np
 
-    from opacus_reconbound import _validate
     from opacus_reconbound._files import check_writable, open_records, refuse_repeats, split_key
     from opacus_reconbound.certificates.certify import certify as make
+    from opacus_reconbound.certificates.devices import usable_device
     from opacus_reconbound.certificates.plan import SplitPlan
     from opacus_reconbound.certificates.records import SelectedRecords
     from opacus_reconbound.certificates.split import split_indices
@@ -297,7 +295,7 @@ def certify(
             declared = float(normaliser)
         except ValueError:
             raise InvalidValueError(f"Expected --normaliser point, ucb or a number. Found {normaliser!r}.") from None
-    _check_device(device)
+    usable_device("--device", device)
     refuse_repeats(sources)
     plan = None if splits is None else SplitPlan.load(splits)
     samples: tuple[Any, Any]
@@ -496,10 +494,10 @@ def calibrate(
         said = f"noise_multiplier = {sigma!r}: the least that keeps"
     elif given == {"rate", "noise"} and sample_rate is not None and noise_multiplier is not None:
         most = engine.calibrate_steps(source, min_rho=floor, sample_rate=sample_rate, noise_multiplier=noise_multiplier)
-        steps = _MOST_STEPS if most is None else min(most, _MOST_STEPS)
+        steps = _validate.MOST_STEPS if most is None else min(most, _validate.MOST_STEPS)
         run = Schedule.constant(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps)
         result = {"steps": steps, "sample_rate": sample_rate, "noise_multiplier": noise_multiplier}
-        said = f"steps = {steps}: {'so many keep' if steps == _MOST_STEPS else 'the most that keep'}"
+        said = f"steps = {steps}: {'so many keep' if steps == _validate.MOST_STEPS else 'the most that keep'}"
     elif given == {"noise", "steps"} and noise_multiplier is not None and steps is not None:
         rate = engine.calibrate_sample_rate(source, min_rho=floor, noise_multiplier=noise_multiplier, steps=steps)
         run = Schedule.constant(sample_rate=rate, noise_multiplier=noise_multiplier, steps=steps)
@@ -564,7 +562,6 @@ def plan(
     """  # noqa: D301 - \b keeps the lines of the example
     import numpy as np
 
-    from opacus_reconbound import _validate
     from opacus_reconbound.engine import forecast
     from opacus_reconbound.leakage import Schedule
 
@@ -890,20 +887,7 @@ def _checked_floor(min_rho: float) -> float:
 
 
 def _checked_steps(steps: int, minimum: int = 0) -> int:
-    from opacus_reconbound import _validate
-
-    return _validate.integer("--steps", steps, minimum=minimum, maximum=_MOST_STEPS)
-
-
-def _check_device(device: str) -> None:
-    import torch
-
-    try:
-        torch.empty(1, device=device).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InvalidValueError(
-            f"--device {device} cannot be used here: {str(error).splitlines()[0].rstrip('.')}. The default is cpu."
-        ) from error
+    return _validate.steps("--steps", steps, minimum=minimum)
 
 
 def _pairs(text: str) -> dict[str, str]:

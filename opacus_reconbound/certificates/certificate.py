@@ -183,8 +183,21 @@ class SourceCertificate:
         )
         if digest != descriptor.digest:
             raise InvalidValueError("The representation's digest does not fit its description.")
+        self._check_possible()
         if self.diagnostics:
             self._check_diagnostics()
+
+    def _check_possible(self) -> None:
+        """Guessing E z errs by tr Σ = E‖z − z'‖²/2 <= B/2: a converse above that is false, whatever the data."""
+        most = 0.5 * min(self.representation.squared_diameter, self.trace.squared_diameter)
+        for position, design in enumerate(self.designs):
+            error = self.trace.scale * design.distortion(0.0)
+            if not error <= most * (1.0 + 1e-6):
+                raise InvalidValueError(
+                    f"designs.{position} promises a squared error of {error:.6g} at zero leakage, but the best guess "
+                    f"without the model errs by at most half the representation's squared diameter, {most:.6g}. Either "
+                    "the declared range is not true of the records, or the file was made up."
+                )
 
     def _check_diagnostics(self) -> None:
         if len(self.diagnostics) != len(self.designs):

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,7 +25,14 @@ from opacus_reconbound.certificates.cache import FeatureCache
 from opacus_reconbound.certificates.certificate import SourceCertificate
 from opacus_reconbound.certificates.checkpoint import Checkpoint, Finished, differences
 from opacus_reconbound.certificates.designs import Design
-from opacus_reconbound.certificates.devices import float64_device, rows_at_once, to_device, to_float64
+from opacus_reconbound.certificates.devices import (
+    float64_device,
+    host_by_default,
+    rows_at_once,
+    to_device,
+    to_float64,
+    usable_device,
+)
 from opacus_reconbound.certificates.diagnostics import DesignDiagnostics
 from opacus_reconbound.certificates.parallel import Progress, one_tensor_thread
 from opacus_reconbound.certificates.plan import Role, SplitPlan
@@ -41,7 +48,7 @@ from opacus_reconbound.certificates.reduction import (
 from opacus_reconbound.certificates.replica import DEFAULT_TEMPERATURES, replica_estimates
 from opacus_reconbound.certificates.rotation import hadamard_order
 from opacus_reconbound.certificates.scale import TraceScale, check_resolution, trace_point, trace_upper
-from opacus_reconbound.certificates.split import record_digests, refuse_overlap, summarise
+from opacus_reconbound.certificates.split import record_digests, refuse_overlap, refuse_repeats, summarise
 from opacus_reconbound.certificates.stability import PROBE, check_stable
 from opacus_reconbound.errors import DataError, InvalidValueError
 from opacus_reconbound.representations import Pixels, Representation
@@ -60,6 +67,8 @@ _ELSEWHERE = ("The reference records are public or synthetic, and independent of
 _DECLARED = ("The declared tr Σ is at least that of the source; ρ* is relative to it.",)
 _LEAST_REFERENCE = 32
 _LEAST_ESTIMATION = 100
+_MODERATE = (1e-9, 1e9)  # temperatures and ν²
+_FARTHEST = 1e12  # a coordinate, in units of the root of tr Σ
 _CHUNK = 1024  # raw records at a time, at most
 _VECTORS = 2**25  # numbers in one chunk's vectors, at most
 _REFERENCE_BYTES = 2**31  # of wide reference vectors in memory
@@ -75,6 +84,7 @@ _KINDS: dict[str, tuple[str, ...]] = {
 }
 
 
+@host_by_default()
 def certify(
     reference: Records | None,
     estimation: Records,
@@ -134,7 +144,8 @@ def certify(
             take more than 3 GiB, else all. None: all.
         cache: a folder for the vectors of the representation, so that an interrupted or repeated run does not compute
             them again. It is as sensitive as the records.
-        allow_repeats: accept equal records in both samples, as independent draws of a source that repeats values.
+        allow_repeats: accept equal records, in both samples or within one, as independent draws of a source that
+            repeats values.
         splits: the plan that the samples were taken from, or its file. Samples that are not its D_perp and D_est are
             refused, and the certificate names it in its settings.
         device: where to compute.
@@ -150,16 +161,17 @@ def certify(
         CertificateError: ``checkpoint`` belongs to another certificate, is damaged or cannot be written.
         InvalidValueError: an option is out of range.
         DataError: the records are empty, too few, not finite, constant, of the wrong shape or range.
-        OverlapError: the two samples share records, or the plan's do.
+        OverlapError: the two samples share records, or the plan's do, or one of them holds copies of its own.
     """
     alpha = _validate.fraction("alpha", alpha)
     trace_level = _validate.fraction("trace_level", trace_level)
     seed = _validate.integer("seed", seed, maximum=2**63 - 1)
     max_reference = _validate.integer("max_reference", max_reference, minimum=_LEAST_REFERENCE)
     kinds = _chosen(designs)
-    ladder = tuple(_validate.positive("temperatures", value) for value in temperatures)
+    ladder = tuple(_moderate("temperatures", value) for value in temperatures)
     if "replica" in kinds and (not ladder or len(set(ladder)) != len(ladder)):
         raise InvalidValueError(f"Expected distinct temperatures. Found {list(temperatures)!r}.")
+    chosen_pairs = tuple((k, _moderate("pairs", nu2)) for k, nu2 in pairs or ())
     declared = None if isinstance(normaliser, str) else _validate.positive("normaliser", normaliser)
     if reduction is not None and reduction != "auto":
         reduction = _validate.integer("reduction", reduction, minimum=1)
@@ -188,7 +200,7 @@ def certify(
         plan.check_size(role, len(sources[role == "estimation"]))
     ranks = Ranks.of_default_group() if distributed else Ranks()
     show = progress and ranks.rank == 0
-    place = torch.device(device)
+    place = usable_device("device", device)
     if psi.needs_fit:
         if reference is None:
             raise InvalidValueError("This representation takes its scale from the reference sample, and there is none.")
@@ -256,10 +268,14 @@ def certify(
     if reference is None:
         largest = max(abs(float(z_estimation.max())), abs(float(z_estimation.min()))) * scale**0.5
         check_resolution(scale, largest, descriptor.dimension)
+    if declared is not None:
+        _check_declared(declared, z_reference, z_estimation)
     if not allow_repeats:
         refuse_overlap(perp.digests, est.digests)
+        refuse_repeats("reference", perp.digests)
+        refuse_repeats("estimation", est.digests)
 
-    grid = tuple(pairs) if pairs is not None else default_pairs(hadamard_order(z_estimation.shape[1]))
+    grid = default_pairs(hadamard_order(z_estimation.shape[1])) if pairs is None else chosen_pairs
     key: dict[str, Any] = {
         "reference records": perp.fingerprint,
         "estimation records": est.fingerprint,
@@ -367,13 +383,34 @@ def certify(
 
 
 def _chosen(designs: str | Sequence[str]) -> tuple[str, ...]:
-    names = _KINDS.get(designs) if isinstance(designs, str) else tuple(dict.fromkeys(designs))
+    listed = isinstance(designs, Iterable) and not isinstance(designs, str)
+    names = tuple(dict.fromkeys(map(str, designs))) if listed else _KINDS.get(str(designs))
     if not names or not (set(names) <= {"replica", "multi", "block"} or names == ("auto",)):
         raise InvalidValueError(
             f"Expected designs to be 'fast', 'auto', 'replica', 'multi', 'block', 'all' or a sequence of 'replica', "
             f"'multi' and 'block'. Found {designs!r}."
         )
     return names
+
+
+def _moderate(name: str, value: object) -> float:
+    """A scale in units of tr Σ; far from 1 it means nothing, and float32 cannot hold what depends on it."""
+    number = _validate.positive(name, value)
+    if not _MODERATE[0] <= number <= _MODERATE[1]:
+        raise InvalidValueError(
+            f"Expected {name} in units of tr Σ, between {_MODERATE[0]:g} and {_MODERATE[1]:g}. Found {number:g}."
+        )
+    return number
+
+
+def _check_declared(declared: float, *vectors: torch.Tensor) -> None:
+    """Refuse a declared tr Σ in whose unit float32 cannot hold the squared distances."""
+    largest = max((max(abs(float(z.max())), abs(float(z.min()))) for z in vectors if len(z)), default=0.0)
+    if not largest <= _FARTHEST:
+        raise InvalidValueError(
+            f"normaliser = {declared:g} is too small: records lie more than {_FARTHEST:g} times its root away from the "
+            "centre. Declare tr Σ in squared data units."
+        )
 
 
 def _shares(kinds: Sequence[str], alpha: float) -> dict[str, float]:
@@ -502,7 +539,7 @@ def _read(
 
 def _vectors(name: str, start: int, batch: torch.Tensor, psi: Representation, dimension: int) -> torch.Tensor:
     """Ψ of one chunk, checked; ``start`` is the index of its first record."""
-    with torch.no_grad():
+    with torch.no_grad(), batch.device:
         vectors: torch.Tensor = psi(batch)
     if vectors.shape != (len(batch), dimension):
         raise DataError(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
-__all__ = ["float64_device", "rows_at_once", "to_device", "to_float64"]
+from opacus_reconbound.errors import InvalidValueError
+
+__all__ = ["float64_device", "host_by_default", "rows_at_once", "to_device", "to_float64", "usable_device"]
 
 _ELEMENTS = 2**20
 
@@ -29,3 +34,30 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def rows_at_once(width: int, most: int = 4096) -> int:
     """How many records of that many entries to take at once: about a million numbers, 8 MiB in float64."""
     return max(1, min(most, _ELEMENTS // max(1, width)))
+
+
+@contextmanager
+def host_by_default() -> Iterator[None]:
+    """Inside, new tensors lie on the host, as random numbers must, whatever ``torch.set_default_device`` says."""
+    with torch.device("cpu"):
+        yield
+
+
+def usable_device(name: str, device: str | torch.device) -> torch.device:
+    """The device, where tensors can be made on it and read back.
+
+    Args:
+        name: of the option, for the message.
+        device: such as "cpu" or "cuda:0".
+
+    Raises:
+        InvalidValueError: there is no such device here.
+    """
+    try:
+        place = torch.device(device)
+        torch.empty(1, device=place).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        raise InvalidValueError(
+            f"{name} {device} cannot be used here: {str(error).splitlines()[0].rstrip('.')}. The default is cpu."
+        ) from error
+    return place

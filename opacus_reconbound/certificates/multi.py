@@ -274,7 +274,7 @@ def _imitate(z: torch.Tensor, log_w: torch.Tensor, pool: Pool, rate: float) -> t
     # pairs come tile by tile, the record in the earlier tile first: take any tuples, and leave any member out
     generator = torch.Generator().manual_seed(len(pool))
     members = pool.members[torch.randperm(len(pool), generator=generator)[:_IMITATED]]
-    shuffled = members.gather(1, torch.rand(members.shape, generator=generator).argsort(dim=1))
+    shuffled = members.gather(1, torch.rand(members.shape, generator=generator, dtype=torch.float32).argsort(dim=1))
     means = tuple_means(z, shuffled[:, :-1], torch.float64).float()
     log_f = log_sum_kernel(means, z, log_w - math.log(len(z)), rate)
     return means, -(log_f + math.log(len(means)))
@@ -498,7 +498,7 @@ def multi_estimates(
             "complete."
         )
     n = len(estimation)
-    heads = project(estimation, torch.eye(estimation.shape[1], HEADS).double() if axes is None else axes)
+    heads = project(estimation, torch.eye(estimation.shape[1], HEADS, dtype=torch.float64) if axes is None else axes)
     stages = 2 * turns + 2 + len(potentials)
     f0s = [potential.centres.potential(estimation) for potential in potentials]
     fs = [

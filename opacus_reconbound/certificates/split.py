@@ -13,9 +13,18 @@ from numpy.typing import NDArray
 from opacus_reconbound import _validate
 from opacus_reconbound.errors import InvalidValueError, OverlapError
 
-__all__ = ["DIGEST_BYTES", "SampleSummary", "record_digests", "refuse_overlap", "split_indices", "summarise"]
+__all__ = [
+    "DIGEST_BYTES",
+    "SampleSummary",
+    "record_digests",
+    "refuse_overlap",
+    "refuse_repeats",
+    "split_indices",
+    "summarise",
+]
 
 DIGEST_BYTES = 16
+_MOST_COPIES = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +71,22 @@ def refuse_overlap(reference: Sequence[bytes], estimation: Sequence[bytes]) -> N
             f"{', …' if len(shared) > 3 else ''}. The certificate needs disjoint samples: split the records without "
             "repetition, or remove duplicates before splitting. Where the source itself repeats values and these are "
             "independent draws of it, say so with allow_repeats=True (--allow-repeats)."
+        )
+
+
+def refuse_repeats(name: str, digests: Sequence[bytes]) -> None:
+    """Raise ``OverlapError`` where more than one in a hundred records of a sample is a copy of another one in it.
+
+    Copies are not independent draws, but every margin counts them as such, and tr Σ̂ of copies is too small. Fewer do
+    not matter: they change the number of records by one per cent at most.
+    """
+    copies = len(digests) - len(set(digests))
+    if copies > _MOST_COPIES * len(digests):
+        raise OverlapError(
+            f"Of the {len(digests)} records of the {name} sample only {len(digests) - copies} are distinct. Copies, "
+            "such as those of resampling, are not independent draws, and the certificate would promise too much: keep "
+            "each record once. Where the source itself repeats values and these are independent draws of it, say so "
+            "with allow_repeats=True (--allow-repeats)."
         )
 
 

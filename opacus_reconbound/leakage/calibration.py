@@ -47,7 +47,7 @@ def noise_for_leakage(budget_bits: float, *, sample_rate: float, steps: int, rel
     """
     budget = _validate.non_negative("budget_bits", budget_bits)
     q = realised_sample_rate(_validate.sample_rate(sample_rate))
-    steps = _validate.integer("steps", steps)
+    steps = _validate.steps("steps", steps)
     tolerance = _validate.fraction("relative_tolerance", relative_tolerance)
     if q == 0 or steps == 0 or math.isinf(budget):
         return 0.0

@@ -40,7 +40,6 @@ __all__ = ["Ledger", "LedgerRun", "LedgerSession"]
 Entry = tuple[float, float, int]  # (noise_multiplier, sample_rate, num_steps), as in Opacus's histories
 
 _VERSION = 1
-_MOST_STEPS = 2**53
 _START = "0" * 32
 _MARK = b',"chain":"'
 _BINARY: int = getattr(os, "O_BINARY", 0)  # Windows
@@ -344,7 +343,7 @@ class Ledger:
             (
                 _validate.non_negative("noise_multiplier", sigma),
                 _validate.sample_rate(q),
-                _validate.integer("num_steps", steps, maximum=_MOST_STEPS),
+                _validate.steps("num_steps", steps),
             )
             for sigma, q, steps in record["entries"]
         ]
@@ -376,7 +375,13 @@ class Ledger:
         return LedgerRun(
             run=name,
             sessions=len(run.sessions),
-            schedule=Schedule(tuple(Run(q, sigma, steps) for (sigma, q), steps in run.steps.items())),
+            schedule=Schedule(
+                tuple(
+                    Run(q, sigma, min(steps - taken, _validate.MOST_STEPS))
+                    for (sigma, q), steps in run.steps.items()
+                    for taken in range(0, steps, _validate.MOST_STEPS)
+                )
+            ),
             reserved_bits=reserved,
             charged_bits=total.value,
             last_change=run.last_change,
@@ -403,7 +408,7 @@ class LedgerSession:
     def __init__(self, ledger: Ledger, run: str, *, reserve_steps: int = 256) -> None:
         self.ledger = ledger
         self.run = _run_name(run)
-        self.reserve_steps = _validate.integer("reserve_steps", reserve_steps, minimum=1, maximum=_MOST_STEPS)
+        self.reserve_steps = _validate.steps("reserve_steps", reserve_steps, minimum=1)
         self._lock = ledger._lock
         self._begin()
         _SESSIONS.add(self)

@@ -14,9 +14,7 @@ from opacus_reconbound import _validate
 from opacus_reconbound.errors import InvalidValueError
 from opacus_reconbound.leakage.gaussian import realised_sample_rates, step_leakage
 
-__all__ = ["MOST_STEPS", "Run", "Schedule", "charged_total"]
-
-MOST_STEPS = 2**53  # of a schedule: whole numbers up to here are floats
+__all__ = ["Run", "Schedule", "charged_total"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ class Run:
     def __post_init__(self) -> None:
         object.__setattr__(self, "sample_rate", _validate.sample_rate(self.sample_rate))
         object.__setattr__(self, "noise_multiplier", _validate.non_negative("noise_multiplier", self.noise_multiplier))
-        object.__setattr__(self, "steps", _validate.integer("steps", self.steps, maximum=MOST_STEPS))
+        object.__setattr__(self, "steps", _validate.steps("steps", self.steps))
 
 
 def _exact_total(bits: NDArray[np.float64], steps: NDArray[np.int64]) -> float:
@@ -96,15 +94,12 @@ class Schedule:
                 last is not None
                 and last.sample_rate == run.sample_rate
                 and last.noise_multiplier == run.noise_multiplier
+                and last.steps + run.steps <= _validate.MOST_STEPS
             ):
                 merged[-1] = Run(run.sample_rate, run.noise_multiplier, last.steps + run.steps)
             else:
                 merged.append(run)
         object.__setattr__(self, "runs", tuple(merged))
-        if self.steps > MOST_STEPS:
-            raise InvalidValueError(
-                f"Expected a schedule of at most 2**53 steps. Found {self.steps}. Are the steps counted twice?"
-            )
 
     @classmethod
     def constant(cls, *, sample_rate: float, noise_multiplier: float, steps: int) -> Schedule:
@@ -139,7 +134,8 @@ class Schedule:
                 runs.append(Run(q, sigma, steps))  # type: ignore[arg-type]
             except (TypeError, ValueError) as error:
                 raise InvalidValueError(
-                    f"Expected history[{index}] = (noise_multiplier, sample_rate, num_steps). Found {entry!r}: {error}"
+                    f"Expected history[{index}] = (noise_multiplier, sample_rate, num_steps). "
+                    f"Found {_validate.shown(entry)}: {error}"
                 ) from error
         return cls(tuple(runs))
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from opacus_reconbound import Ledger, ReconstructionBudgetExceeded, Schedule, fingerprint
 from opacus_reconbound.errors import AccountingError, DataError, LedgerError
+from opacus_reconbound.leakage import step_charge
 
 
 @pytest.fixture
@@ -138,6 +143,45 @@ def test_a_real_engine_resumes_on_its_ledger(ledger: Ledger, training: Any, tmp_
     resumed.engine.accountant.settle()
     assert ledger.schedule.steps == 10
     assert resumed.engine.accountant.charged_bits == resumed.engine.accountant.schedule.charged_bits
+
+
+def test_killed_training_never_loses_a_step(tmp_path: Path) -> None:
+    """Every step that was applied is on the ledger, whenever the process is killed, while it writes files too."""
+    folder = Path(__file__).resolve().parent
+    path = os.pathsep.join(filter(None, [str(folder.parents[1]), str(folder.parent), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, str(folder / "killed_training.py"), "8"],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    bits = step_charge(0.2, 1.0)[1]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(lines) == 8
+    for killed, line in enumerate(lines, 1):
+        # 4 reserved, one more charged and not announced, and what a checkpoint had to settle
+        assert line["announced"] * bits <= line["total"] * (1 + 1e-12)
+        assert line["total"] <= (line["announced"] + 5 * killed) * bits * (1 + 1e-12)
+        applied, accounted = line["saved"]
+        assert accounted == applied
+    assert lines[-1]["announced"] > lines[-1]["saved"][0] > 10
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
+def test_a_checkpoint_that_was_cut_off_changes_no_account(training: Any, tmp_path: Path, share: float) -> None:
+    run, file = training("rdp+mi"), tmp_path / "c.pt"
+    run.epoch()
+    run.engine.save_checkpoint(path=file, module=run.module, optimizer=run.optimizer)
+    run.epoch()
+    before, weights = run.engine.accountant.state_dict(), run.parameters()
+    file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
+    with pytest.raises(Exception, match=r"."):
+        run.engine.load_checkpoint(path=file, module=run.module, optimizer=run.optimizer)
+    assert run.engine.accountant.state_dict() == before
+    assert all(torch.equal(one, two) for one, two in zip(run.parameters(), weights, strict=True))
 
 
 def test_fingerprints() -> None:

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from opacus.accountants import create_accountant
 
-from opacus_reconbound.errors import AccountingError, InvalidValueError
+from opacus_reconbound.errors import AccountingError, InvalidValueError, ReconboundError
 
 HISTORY = [(1.0, 0.1, 5), (0.5, 0.2, 7)]
 
@@ -168,6 +170,75 @@ def test_anything_else_is_refused_and_changes_nothing(name: str, change: Any, me
         accountant.load_state_dict(change(state))
     assert accountant.history == HISTORY
     assert len(accountant) == 12
+
+
+numbers = st.one_of(
+    st.floats(), st.integers(-5, 2**80), st.sampled_from([10**400, 10**5000, 2**53, 2**53 + 1, True, None, "1"])
+)
+anything = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.floats(), st.integers(), st.text(max_size=4)),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=4), inner, max_size=3)),
+    max_leaves=6,
+)
+plausible = st.tuples(st.floats(0.1, 9), st.floats(0, 1), st.integers(0, 2**53))
+histories = st.one_of(
+    st.lists(st.one_of(st.tuples(numbers, numbers, numbers), plausible, anything), max_size=4), anything
+)
+memories = st.fixed_dictionaries({"id": st.text(), "run": st.text(), "lines": st.integers(), "chain": st.text()})
+states = st.one_of(
+    anything,
+    st.fixed_dictionaries(
+        {"history": histories, "mechanism": st.sampled_from(["rdp+mi", "rdp", "prv+mi"])},
+        optional={
+            "reconbound": st.one_of(
+                st.just({"version": 1}),
+                st.fixed_dictionaries({"version": numbers}, optional={"ledger": st.one_of(anything, memories)}),
+                anything,
+            )
+        },
+    ),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(states, st.booleans())
+def test_whatever_is_loaded_is_counted_or_refused_as_a_whole(state: Any, live: bool) -> None:
+    accountant = accountant_with("rdp+mi", HISTORY if live else [])
+    before = list(accountant.history), accountant.charged_bits, accountant.state_dict()
+    try:
+        accountant.load_state_dict(state)
+    except ReconboundError as error:
+        refused = str(error)
+    else:
+        refused = ""
+    if refused:
+        assert len(refused) < 1000
+        assert (accountant.history, accountant.charged_bits, accountant.state_dict()) == before
+        return
+    assert len(accountant.history) == len(state["history"])
+    assert accountant.charged_bits >= accountant.leakage_bits >= 0.0
+    assert accountant.charged_bits >= before[1]
+    assert accountant.schedule.charged_bits == accountant.charged_bits
+    assert accountant.schedule.steps == len(accountant)
+
+
+@pytest.mark.parametrize("entry", [(1.0, 0.1, 2**53 + 1), (1.0, 10**5000, 1), (10**5000, 0.1, 1), "x" * 10**6])
+def test_histories_that_no_number_can_hold(name: str, entry: Any) -> None:
+    accountant = accountant_with(name, HISTORY)
+    with pytest.raises(
+        InvalidValueError, match=r"history\[0\] = \(noise_multiplier, sample_rate, num_steps\)"
+    ) as caught:
+        accountant.history = [entry]
+    assert len(str(caught.value)) < 1000
+    assert accountant.history == HISTORY
+
+
+def test_more_steps_than_one_entry_may_hold(name: str) -> None:
+    accountant = accountant_with(name, [(1e6, 0.1, 2**53)])
+    accountant.step(noise_multiplier=1e6, sample_rate=0.1)
+    assert accountant.history == [(1e6, 0.1, 2**53), (1e6, 0.1, 1)]
+    assert accountant.schedule.steps == len(accountant) == 2**53 + 1
+    assert accountant.charged_bits == accountant.schedule.charged_bits
 
 
 def test_the_state_of_the_other_accountant_is_refused(name: str) -> None:

@@ -67,7 +67,7 @@ designs = st.lists(
         ),
         st.builds(
             BlockDesign, block_size=st.integers(1, 30), dither=st.floats(0.05, 8), entropy_bits=st.floats(-40, 10)
-        ),
+        ).filter(lambda design: design.distortion(0.0) < 8.0),
     ),
     min_size=1,
     max_size=9,
@@ -194,6 +194,10 @@ def refused(text: str, match: str) -> None:
         ("designs.0.kind", KeyError, "designs.0"),
         ("designs.0.temperature", -1.0, "temperature > 0"),
         ("designs.0.temperature", "0.4", "temperature"),
+        ("designs.0.intercept", 8.2, r"designs\.0 promises a squared error of 8200 .* at most .* 8192"),
+        ("designs.1.intercept", 1e300, r"designs\.1 promises"),
+        ("designs.2.entropy_bits", 1e5, r"designs\.2 promises a squared error of inf"),
+        ("trace.scale", 1e9, r"designs\.0 promises"),
         ("designs.0.replicas", 1, "replicas"),
         ("designs.2.block_size", 0, "block_size"),
         ("trace.scale", 0.0, "trace.scale > 0"),

@@ -286,6 +286,32 @@ def test_overlap_by_content_at_other_indices() -> None:
     assert len(allowed.assumptions) == 6
 
 
+def test_copies_within_a_sample_are_refused() -> None:
+    """Thirty records a hundred times, or a reference sample of three: margins and tr Σ̂ would be of many records."""
+    with pytest.raises(OverlapError, match=r"Of the 3000 records of the estimation sample only 30 are .*allow_repeats"):
+        digits(estimation=np.repeat(DIGITS[400:430], 100, axis=0))
+    with pytest.raises(OverlapError, match="Of the 300 records of the reference sample only 3 are distinct"):
+        digits(reference=np.repeat(DIGITS[:3], 100, axis=0), designs="block", pairs=[(8, 1.6)])
+    few = np.concatenate([DIGITS[400:], DIGITS[400:410]])
+    assert digits(estimation=few).estimation.n == 1407
+    assert digits(estimation=np.repeat(DIGITS[400:430], 100, axis=0), allow_repeats=True).estimation.n == 3000
+
+
+@pytest.mark.parametrize(
+    ("default", "value"), [("set_default_device", "meta"), ("set_default_dtype", torch.float64)], ids=str
+)
+@pytest.mark.parametrize("kind", ["fast", "block"])
+def test_torchs_defaults_do_not_matter(default: str, value: Any, kind: str) -> None:
+    expected = digits(designs=kind, pairs=[(8, 1.6)])
+    before = torch.get_default_dtype()
+    try:
+        getattr(torch, default)(value)
+        assert digits(designs=kind, pairs=[(8, 1.6)]) == expected
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(before)
+
+
 def with_value(value: float) -> NDArray[np.float64]:
     records = DIGITS[400:].astype(np.float64)
     records[1100, 2, 3] = value
@@ -365,6 +391,15 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "temperatures twice": ({"temperatures": [0.4, 0.2, 0.4]}, InvalidValueError, "distinct temperatures"),
     "designs": ({"designs": "slow"}, InvalidValueError, "'fast', 'auto', 'replica', 'multi', 'block', 'all'.*'slow'"),
     "designs in a list": ({"designs": ["replica", "oracle"]}, InvalidValueError, "'fast'.*oracle"),
+    "a number for designs": ({"designs": 3}, InvalidValueError, "'fast'.*Found 3"),
+    "device": ({"device": "nonsense"}, InvalidValueError, "device nonsense cannot be used here: .*default is cpu"),
+    "temperature far off": ({"temperatures": [1e-300]}, InvalidValueError, "temperatures in units of tr Σ.*1e-300"),
+    "pairs far off": ({"designs": "block", "pairs": [(8, 1e300)]}, InvalidValueError, "pairs in units of tr Σ.*1e.300"),
+    "declared far off": (
+        {"normaliser": 1e-300, "reference_from": "elsewhere"},
+        InvalidValueError,
+        "normaliser = 1e-300 is too small.*squared data units",
+    ),
     "no designs": ({"designs": []}, InvalidValueError, "'fast'"),
     "normaliser": ({"normaliser": "mean"}, InvalidValueError, "normaliser to be 'point', 'ucb' or a declared.*'mean'"),
     "normaliser 0": ({"normaliser": 0.0}, InvalidValueError, "normaliser > 0"),

@@ -493,6 +493,20 @@ def test_h_is_imitated_whatever_the_order_of_the_records(monkeypatch: pytest.Mon
     np.testing.assert_allclose(found, exact / v, rtol=0.08)
 
 
+def test_torchs_default_type_does_not_matter() -> None:
+    z = gaussians(0, 200)
+    w = torch.ones(len(z), dtype=torch.float64)
+    ((_, pool),) = draw_pairs(z, [PairJob(w, 0.4, 1_000, 0)])
+    expected = multi._imitate(z, w.log(), pool, 1.0)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        found = multi._imitate(z, w.log(), pool, 1.0)
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("m", [2, 4, 8])
 def test_the_fitted_f_is_better_than_the_centres(m: int) -> None:
     """On a discrete source, where the in-sample value of any f is known: one step gains, and normalises V."""

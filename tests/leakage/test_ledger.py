@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import time
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from opacus_reconbound.errors import InvalidValueError, LedgerError, ReconboundError
 from opacus_reconbound.leakage import Schedule, step_charge
-from opacus_reconbound.leakage.ledger import Ledger
+from opacus_reconbound.leakage.ledger import _MARK, Ledger, _chain
 
 BITS = step_charge(0.1, 1.0)[1]
 
@@ -159,6 +160,64 @@ def test_whatever_happens_to_the_file_it_never_counts_less(tmp_path: Path, data:
         assert path.read_bytes() == changed  # nothing is repaired over what is not understood
     else:
         assert total >= good._total().value
+
+
+numbers = st.one_of(
+    st.floats(), st.integers(-5, 2**80), st.sampled_from([10**400, 2**53, 2**53 + 1, True, None, "1", "inf"])
+)
+anything = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.floats(), st.integers(), st.text(max_size=4)),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=4), inner, max_size=3)),
+    max_leaves=6,
+)
+plausible = st.tuples(st.floats(0.1, 9), st.floats(0, 1), st.integers(0, 2**53))
+written = st.one_of(
+    anything,
+    st.fixed_dictionaries(
+        {
+            "run": st.one_of(st.just("a"), anything),
+            "session": st.one_of(st.just("s"), anything),
+            "time": st.one_of(st.just(5), numbers),
+            "entries": st.one_of(st.lists(st.one_of(plausible, st.tuples(numbers, numbers, numbers))), anything),
+            "reserved_bits": numbers,
+        }
+    ),
+    st.fixed_dictionaries({"budget_bits": numbers, "time": numbers}),
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(written, min_size=1, max_size=3))
+def test_lines_with_fitting_checksums_are_counted_or_refused(tmp_path: Path, lines: list[Any]) -> None:
+    path = tmp_path / "fuzzed.jsonl"
+    path.unlink(missing_ok=True)
+    live = Ledger(path, fingerprint="records")
+    live.add([(1.0, 0.1, 10)], run="a")
+    before, chain, content = live.total_bits, live.position()[1], path.read_bytes()
+    for line in lines:
+        payload = json.dumps(line, separators=(",", ":")).encode()
+        chain = _chain(chain, payload)
+        content += payload[:-1] + _MARK + chain.encode() + b'"}\n'
+    path.write_bytes(content)
+    for reader in (lambda: live, lambda: Ledger(path)):
+        try:
+            ledger = reader()
+            total = ledger.total_bits
+        except ReconboundError as error:
+            if str(path) not in str(error) or len(str(error)) > 1000:
+                raise
+            assert path.read_bytes() == content  # nothing is repaired over what is not understood
+        else:
+            assert total >= before
+            assert sum(run.charged_bits for run in ledger.runs) == pytest.approx(total)
+
+
+def test_more_steps_than_one_line_may_hold(ledger: Ledger) -> None:
+    for _ in range(3):
+        ledger.add([(1e6, 0.1, 2**53)], run="a")
+    (run,) = Ledger(ledger.path).runs
+    assert run.schedule.steps == 3 * 2**53
+    assert run.charged_bits == run.schedule.charged_bits == ledger.total_bits
 
 
 def test_an_older_copy_is_noticed(ledger: Ledger) -> None:
