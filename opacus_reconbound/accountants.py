@@ -619,11 +619,11 @@ class MutualInformationAccountant(IAccountant):  # type: ignore[misc]
         """
         budget = self.budget_bits if budget_bits is None else _validate.non_negative("budget_bits", budget_bits)
         sigma, q = _pair(noise_multiplier, sample_rate)
-        steps = _validate.integer("steps", steps)
+        steps = _validate.steps("steps", steps)
         if budget is None:
             return False
         ahead = self._ahead
-        if self._session is None and steps <= _MANY and ahead.describes(self._history):
+        if self._session is None and ahead.describes(self._history):
             product = math.nextafter(steps * step_ceiling(q, sigma), math.inf)
             if _sum_above(ahead.ceiling_bits, product) <= budget:
                 return False
