@@ -80,7 +80,7 @@ class ReconstructionBound:
             return None
         if self.mse <= 0.0:
             return math.inf
-        return 10.0 * math.log10(self.peak * self.peak * self.dimension / self.mse)
+        return 20.0 * math.log10(self.peak) + 10.0 * (math.log10(self.dimension) - math.log10(self.mse))
 
     def explain(self) -> str:
         """The bound as a sentence, figures rounded to the safe side."""

@@ -133,7 +133,9 @@ def predicted(design: Design, diagnostics: DesignDiagnostics, factor: float) -> 
     gain = -math.log1p(share / factor - share)
     if isinstance(design, BlockDesign):
         n = diagnostics.n
-        margin = _entropy(design, diagnostics.in_sample) - design.entropy_bits  # McDiarmid's, falls like H_b(1/n) √n
+        margin = max(
+            0.0, _entropy(design, diagnostics.in_sample) - design.entropy_bits
+        )  # McDiarmid's, falls like H_b(1/n) √n
         smaller = margin * math.sqrt(factor) * binary_entropy_bits(1.0 / (factor * n)) / binary_entropy_bits(1.0 / n)
         entropy = design.entropy_bits + margin - smaller + nats_to_bits(0.5 * gain)
         most = _entropy(design, 1.0)  # a Gaussian block's: no value at zero leakage is above tr Σ
@@ -171,8 +173,9 @@ def _power(block_size: int, entropy_bits: float) -> float:
 
 
 def _entropy(design: BlockDesign, value: float) -> float:
-    """The entropy in bits with which the block design would have this value at zero leakage."""
-    return 0.5 * design.block_size * math.log2(2.0 * math.pi * math.e * (value + design.dither) / design.block_size)
+    """The entropy in bits with which the block design would have this value at zero leakage; −inf where none would."""
+    power = 2.0 * math.pi * math.e * (value + design.dither) / design.block_size
+    return 0.5 * design.block_size * math.log2(power) if power > 0.0 else -math.inf
 
 
 def _raised(design: BlockDesign, value: float, nats: float) -> float:

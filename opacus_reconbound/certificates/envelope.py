@@ -121,7 +121,7 @@ def _zeros(first: _Curve, second: _Curve, end: float) -> list[float]:
     zeros = []
     for left, right in pairwise(edges):
         if difference(left) * difference(right) < 0.0:
-            zeros.append(float(brentq(difference, left, right, xtol=1e-13, rtol=1e-14)))
+            zeros.append(float(brentq(difference, left, right, xtol=1e-13, rtol=1e-14, maxiter=5_000)))
     return zeros
 
 

@@ -128,4 +128,4 @@ def _floor(value: float) -> str:
 
 
 def _ceil(value: float) -> str:
-    return f"{math.ceil(value * 1e3) / 1e3:.3f}"
+    return f"{math.ceil(value * 1e3) / 1e3:.3f}" if value < 1e6 else f"{value:.0e}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -13,13 +14,14 @@ import subprocess
 import sys
 import textwrap
 import timeit
+from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from opacus_reconbound.certificates import BlockDesign, ReconstructionBound, ReplicaDesign, SourceCertificate
@@ -747,3 +749,49 @@ def test_extreme_designs_are_answered_or_refused_never_hung() -> None:
 def test_impossible_content_with_a_fitting_digest(path: str, value: Any) -> None:
     with pytest.raises(CertificateError, match="not a valid certificate"):
         SourceCertificate.from_json(changed_at(path, value))
+
+
+def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something stands in a certificate's JSON."""
+    inner = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in inner:
+        yield (*path, key)
+        yield from places(value, (*path, key))
+
+
+numbers = st.one_of(
+    st.floats(allow_nan=False, allow_infinity=False), st.integers(-5, 2**80), st.sampled_from([10**400, 5e-324, 1e308])
+)
+anything = st.recursive(
+    st.one_of(st.none(), st.booleans(), numbers, st.text(max_size=4)),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=4), inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(places(json.loads(EXPLAINED.to_json())), key=str)), st.one_of(numbers, anything))
+@example(("trace", "scale"), 1e-300)
+@example(("diagnostics", 0, "in_sample"), -1.8e305)
+@example(("diagnostics", 2, "in_sample"), -7.0)
+@example(("designs", 1, "temperature"), 2.2e-311)
+def test_whatever_stands_in_a_file_is_answered_or_refused(place: tuple[Any, ...], value: Any) -> None:
+    content = inner = json.loads(EXPLAINED.to_json())
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    try:
+        certificate = SourceCertificate.from_json(signed(content))
+    except CertificateError as error:
+        if len(str(error)) > 1000:
+            raise
+        return
+    most = certificate.trace.squared_diameter / 2
+    for bits in (0.0, 1e-300, 2.0, 1e300, math.inf):
+        bound = certificate.bound(bits)
+        assert 0.0 <= bound.rho <= 1.0
+        assert bound.mse <= most * (1 + 1e-6)
+        assert bound.explain()
+    assert certificate.explain()
+    with contextlib.suppress(FloorUnreachableError):
+        assert certificate.bound(certificate.leakage_budget(0.5)).rho >= 0.5
