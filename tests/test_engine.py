@@ -52,6 +52,14 @@ def of(*designs: Any) -> SourceCertificate:
     )
 
 
+def block(size: int, *, dither: float, intercept: float) -> BlockDesign:
+    """With a distortion of ``intercept`` at zero leakage."""
+    variance = (intercept + dither) / size
+    return BlockDesign(
+        block_size=size, dither=dither, entropy_bits=0.5 * size * math.log2(2.0 * math.pi * math.e * variance)
+    )
+
+
 LINEAR = of(ReplicaDesign(temperature=1.0, intercept=0.9))
 certificates = st.lists(
     st.one_of(
@@ -62,10 +70,10 @@ certificates = st.lists(
             replicas=st.integers(2, 4),
         ),
         st.builds(
-            BlockDesign,
-            block_size=st.sampled_from([1, 8, 28]),
+            block,
+            st.sampled_from([1, 8, 28]),
             dither=st.floats(0.1, 10.0),
-            entropy_bits=st.floats(1.0, 60.0),
+            intercept=st.floats(0.01, 1.9),
         ),
     ),
     min_size=1,

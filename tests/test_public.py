@@ -32,12 +32,17 @@ def project() -> dict[str, Any]:
             "opacus_reconbound",
             "Pixels ReconboundError ReconstructionBound ReconstructionBudgetExceeded Schedule SourceCertificate "
             "SplitPlan calibrate_noise certify make_private_with_rho step_leakage forecast Forecast Finding guard "
-            "inspect keep_empty_batches Ledger fingerprint Audit AuditedRun attach Floor",
+            "inspect keep_empty_batches Ledger fingerprint Audit AuditedRun attach Floor calibrate_noise_scale "
+            "calibrate_steps calibrate_sample_rate calibrate_batch_size Epsilon",
         ),
         ("opacus_reconbound.certificates.designs", "BlockDesign ReplicaDesign"),
         ("opacus_reconbound.lightning", "ReconstructionBoundCallback private_optimizer"),
         ("opacus_reconbound.pytorch_lightning", "ReconstructionBoundCallback private_optimizer"),
-        ("opacus_reconbound.leakage", "Run Schedule step_leakage noise_for_leakage steps_for_leakage"),
+        (
+            "opacus_reconbound.leakage",
+            "Run Schedule step_leakage noise_for_leakage steps_for_leakage "
+            "noise_scale_for_leakage sample_rate_for_leakage batch_size_for_leakage",
+        ),
     ],
 )
 def test_public_names(module: str, names: str) -> None:

@@ -377,6 +377,22 @@ def test_an_engine_without_our_accountant_is_refused(
         space.trainer(tmp_path, space.callback(certificate)).fit(model)
 
 
+@pytest.mark.parametrize("mode", ["ghost", "ghost_fsdp"])
+def test_ghost_clipping_is_refused(space: Space, certificate: SourceCertificate, tmp_path: Any, mode: str) -> None:
+    model = space.module()
+    model.configure_optimizers = lambda: space.ours.private_optimizer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        engine=model.engine,
+        noise_multiplier=NOISE,
+        max_grad_norm=1.0,
+        grad_sample_mode=mode,
+    )
+    with pytest.raises(AccountingError, match=f"'{mode}' clips within a criterion .*Leave grad_sample_mode at 'hooks'"):
+        space.trainer(tmp_path, space.callback(certificate)).fit(model)
+    assert not hasattr(model.net.weight, "grad_sample")
+
+
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_a_replaced_step_hook_is_refused(
     space: Space, certificate: SourceCertificate, tmp_path: Any, when: str
@@ -426,6 +442,9 @@ def test_the_forecast(
     printed = capsys.readouterr().out
     assert "at these settings training would end after 24 steps at ρ* =" in printed
     assert "is reached at step 5" in printed
+    assert callback.forecast.last_epsilon.rdp == pytest.approx(callback.epsilon(), rel=1e-12)  # it stopped there
+    assert callback.forecast.last_epsilon.rdp < callback.forecast.epsilon.rdp
+    assert callback.forecast.epsilon.describe() in printed
     assert "Training was stopped: the next step would breach the floor" in printed
 
 
