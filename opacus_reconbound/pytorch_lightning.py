@@ -1,14 +1,19 @@
-"""``ReconstructionBoundCallback`` for ``pytorch_lightning``; ``private_optimizer`` for ``configure_optimizers``."""
+"""The callback and the wiring for ``pytorch_lightning``."""
 
 from __future__ import annotations
 
-from pytorch_lightning import Callback
+from pytorch_lightning import Callback, LightningDataModule
 
 from opacus_reconbound._lightning.callback import ReconstructionBoundMixin
+from opacus_reconbound._lightning.data import PrivateDataModuleMixin
 from opacus_reconbound._lightning.wiring import private_optimizer
 
-__all__ = ["ReconstructionBoundCallback", "private_optimizer"]
+__all__ = ["PrivateDataModule", "ReconstructionBoundCallback", "private_optimizer"]
 
 
 class ReconstructionBoundCallback(ReconstructionBoundMixin, Callback):  # noqa: D101 - the mixin's
     __doc__ = ReconstructionBoundMixin.__doc__
+
+
+class PrivateDataModule(PrivateDataModuleMixin, LightningDataModule):  # noqa: D101 - the mixin's
+    __doc__ = PrivateDataModuleMixin.__doc__

@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from opacus_reconbound import _validate
-from opacus_reconbound._lightning.wiring import remove_grad_sample_hooks
+from opacus_reconbound._lightning.wiring import remove_grad_sample_hooks, require_no_swallowed_settings
 from opacus_reconbound.accountants import MutualInformationAccountant, StepHook, discard_pending_step
 from opacus_reconbound.certificates.certificate import ReconstructionBound, SourceCertificate
 from opacus_reconbound.certificates.plan import SplitPlan
@@ -196,6 +196,7 @@ class ReconstructionBoundMixin:
                 "precision='16-mixed' scales gradients before they are clipped and skips steps by what it sees in "
                 "them. Use precision='bf16-mixed' or '32-true'."
             )
+        require_no_swallowed_settings(pl_module)
         loader = trainer.train_dataloader
         require_private_run(loader, self._found, world_size=trainer.world_size, ends_at_length=True)
         if self.splits is not None:
@@ -264,6 +265,7 @@ class ReconstructionBoundMixin:
                 "draws its own Poisson batch; steps that share a batch reveal more than is charged for them. Take one "
                 "step a batch: with several optimizers, alternate between batches."
             )
+        require_no_swallowed_settings(pl_module)
         for private, hook in self._found:
             if private.step_hook is not hook:
                 raise AccountingError(
@@ -363,21 +365,20 @@ class ReconstructionBoundMixin:
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Restore the trainer's minima, end the audit, free the module for another ``fit``; the budget stays armed."""
         if stage == "fit":
-            self._clean_up(trainer)
+            self._clean_up(trainer, pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Clean up as ``teardown`` does, which Lightning does not call for callbacks after an exception."""
-        self._clean_up(trainer)
+        self._clean_up(trainer, pl_module)
 
-    def _clean_up(self, trainer: Any) -> None:
+    def _clean_up(self, trainer: Any, pl_module: Any) -> None:
         if self._lifted is not None:
             trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = self._lifted
             self._lifted = None
         for handle in self._audits:
             handle.remove()
         self._audits = []
-        for optimizer, _ in self._found:
-            remove_grad_sample_hooks(optimizer)
+        remove_grad_sample_hooks(pl_module)
         self._found = []
         if self.accountant is not None:
             with contextlib.suppress(LedgerError):  # what is not given back is counted as taken
