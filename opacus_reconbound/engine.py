@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from opacus import PrivacyEngine
 
@@ -17,6 +17,13 @@ from opacus_reconbound.leakage import noise_for_leakage, step_charge, steps_for_
 from opacus_reconbound.leakage.calibration import total_bits
 
 __all__ = ["Forecast", "calibrate_noise", "forecast", "make_private_with_rho", "require_accountant"]
+
+
+_OUTCOMES = {
+    "stop": ("training will stop there", "no further step will be taken"),
+    "raise": ("the next step will raise an error", "the next step will raise an error"),
+    "warn": ("training will go on with a warning", "training goes on"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +50,13 @@ class Forecast:
     highest_rho: float
     breached: bool = False
 
-    def describe(self) -> str:
-        """One or two sentences, ρ* rounded down."""
+    def describe(self, *, on_breach: Literal["stop", "raise", "warn"] = "stop") -> str:
+        """One or two sentences, ρ* rounded down.
+
+        Args:
+            on_breach: what happens there.
+        """
+        then, next_step = _OUTCOMES[on_breach]
         if self.steps is None or self.rho is None or self.leakage_bits is None:
             text = "training has no planned end"
         else:
@@ -57,13 +69,10 @@ class Forecast:
         if self.breached:
             return (
                 f"Forecast: the floor of {self.min_rho:g} is already breached by the {self.last_step or 0:,} steps "
-                "taken; no further step will be taken."
+                f"taken; {next_step}."
             )
         if self.last_step is not None:
-            return (
-                f"Forecast: {text}; the floor of {self.min_rho:g} is reached at step {self.last_step:,}, and training "
-                "will stop there."
-            )
+            return f"Forecast: {text}; the floor of {self.min_rho:g} is reached at step {self.last_step:,}, and {then}."
         return f"Forecast: {text}; the floor of {self.min_rho:g} is not reached."
 
 
