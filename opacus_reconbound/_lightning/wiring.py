@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -84,10 +85,17 @@ def private_optimizer(
     _HOOKS[module] = hooks
     if trainer.world_size > 1:
         private = _distributed(private, trainer.world_size, clipping=kwargs.get("clipping", "flat"), mode=mode)
+    # with manual optimization a step is taken inside Lightning's autocast, which would clip and add noise in bfloat16
+    private.pre_step = partial(_in_full_precision, private.pre_step, module.device.type)
     if is_ghost(private):
         private.step_hook.watch_clipping(hooks)
         private.criterion = _GhostCriterion(made[2])
     return private
+
+
+def _in_full_precision(pre_step: Any, device: str, *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast(device, enabled=False):
+        return pre_step(*args, **kwargs)
 
 
 def _distributed(private: Any, world_size: int, *, clipping: str, mode: str) -> Any:
