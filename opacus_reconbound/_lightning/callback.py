@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from opacus_reconbound import _validate
 from opacus_reconbound._lightning.records import NOT_COMPARED, check_records
+from opacus_reconbound._lightning.table import print_table
 from opacus_reconbound._lightning.wiring import remove_grad_sample_hooks, require_no_swallowed_settings
 from opacus_reconbound.accountants import MutualInformationAccountant, StepHook, discard_pending_step
 from opacus_reconbound.certificates.certificate import ReconstructionBound, SourceCertificate
@@ -312,7 +313,28 @@ class ReconstructionBoundMixin:
                 f"The account is still armed with a stricter budget of {armed:.6g} bits (ρ* >= {kept:.3f}), which "
                 "stays in force. To give it up, set accountant.budget_bits = None before fit().",
             )
+        if self.verbose and trainer.is_global_zero:
+            print_table("Reconstruction bound: forecast", self._rows(self.forecast, hook, optimizer))
         self._say(trainer, self.forecast.describe(on_breach=self.on_breach))
+
+    def _rows(self, found: Forecast, hook: StepHook, optimizer: Any) -> list[tuple[str, str]]:
+        planned = "no planned end" if found.steps is None else f"{found.steps:,}"
+        rows = [
+            ("sample rate q", f"{hook.sample_rate:.6g}"),
+            ("noise multiplier σ", f"{hook.noise_multiplier(optimizer):.6g}"),
+            ("steps planned", planned),
+            ("leakage γ now", f"{_three_digits(self.bound.leakage_bits, down=False):.3g} bits"),
+            ("ρ* now", f"{math.floor(self.bound.rho * 1e3) / 1e3:.3f}"),
+        ]
+        if found.rho is not None and found.leakage_bits is not None:
+            rows += [
+                ("leakage γ at the end", f"{_three_digits(found.leakage_bits, down=False):.3g} bits"),
+                ("ρ* at the end", f"{math.floor(found.rho * 1e3) / 1e3:.3f}"),
+            ]
+        if found.min_rho is not None:
+            reached = "not reached" if found.last_step is None else f"{found.last_step:,}"
+            rows += [("floor on ρ*", f"{found.min_rho:g}"), ("last step within the floor", reached)]
+        return rows
 
     # -- every step -------------------------------------------------------------------------------------------------
 
