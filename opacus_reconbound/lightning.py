@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from lightning.pytorch import Callback, LightningDataModule
+from torch.utils.data import DataLoader
 
 from opacus_reconbound._lightning.callback import ReconstructionBoundMixin
 from opacus_reconbound._lightning.data import PrivateDataModuleMixin
@@ -17,3 +21,15 @@ class ReconstructionBoundCallback(ReconstructionBoundMixin, Callback):  # noqa: 
 
 class PrivateDataModule(PrivateDataModuleMixin, LightningDataModule):  # noqa: D101 - the mixin's
     __doc__ = PrivateDataModuleMixin.__doc__
+
+    # the arguments with this namespace's types, which LightningCLI reads
+    def __init__(
+        self,
+        data: LightningDataModule | DataLoader[Any],
+        *,
+        val: Any = None,
+        test: Any = None,
+        predict: Any = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(data, val=val, test=test, predict=predict, generator=generator)
