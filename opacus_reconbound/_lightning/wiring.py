@@ -43,11 +43,15 @@ def private_optimizer(
 
     Args:
         module: the LightningModule, ``self``.
-        optimizer: the torch optimizer over its parameters.
+        optimizer: the torch optimizer over its parameters; or all that ``configure_optimizers`` returned before, with
+            learning rate schedulers, which then follow the private optimizer.
         engine: ``PrivacyEngine(accountant="rdp+mi")`` or ``"prv+mi"``.
         noise_multiplier: σ.
         max_grad_norm: the clipping norm; with ``clipping="per_layer"`` one for each parameter tensor.
         **kwargs: for ``PrivacyEngine.make_private``, such as ``clipping``, ``grad_sample_mode`` or ``criterion``.
+
+    Returns:
+        What was given for ``optimizer``, with the private optimizer in its place.
 
     Raises:
         AccountingError: the training loader does not sample by Poisson, or ghost clipping with several processes.
@@ -56,6 +60,7 @@ def private_optimizer(
     if "wrap_model" in kwargs:
         raise InvalidValueError("private_optimizer never wraps the module; leave wrap_model out.")
     require_accountant(engine)
+    given, optimizer = optimizer, _only_optimizer(optimizer)
     trainer = module.trainer
     trainer.fit_loop.setup_data()  # public; the trainer would do it only after the optimizers
     loader = trainer.train_dataloader
@@ -90,7 +95,44 @@ def private_optimizer(
     if is_ghost(private):
         private.step_hook.watch_clipping(hooks)
         private.criterion = _GhostCriterion(made[2])
-    return private
+    return _exchange(given, optimizer, private)
+
+
+def _only_optimizer(given: Any) -> Any:
+    found = given
+    while not isinstance(found, torch.optim.Optimizer):
+        if isinstance(found, dict) and "optimizer" in found:
+            found = found["optimizer"]
+        elif isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], (list, tuple)):
+            found = found[0]  # ([optimizers], [schedulers])
+        elif isinstance(found, (list, tuple)) and len(found) == 1:
+            found = found[0]
+        else:
+            raise InvalidValueError(
+                "Expected one torch optimizer, or what configure_optimizers returns with one, its schedulers beside "
+                f"it. Found {type(found).__name__}{f' of {len(found)}' if isinstance(found, (list, tuple)) else ''}. "
+                "Opacus makes one optimizer of a module private."
+            )
+    return found
+
+
+def _exchange(given: Any, old: Any, new: Any) -> Any:
+    """The same structure with another optimizer; schedulers follow it."""
+    if given is old:
+        return new
+    if isinstance(given, dict):
+        return {key: _exchange(value, old, new) for key, value in given.items()}
+    if isinstance(given, (list, tuple)):
+        return type(given)(_exchange(value, old, new) for value in given)
+    if getattr(given, "optimizer", None) is old:
+        given.optimizer = new
+        if not hasattr(new.step, "_wrapped_by_lr_sched"):
+            # a scheduler counts the steps of its optimizer by this mark, to warn where there are none
+            new.step = partial(new.step)
+            new.step._wrapped_by_lr_sched = new._opt_called = True
+        for inner in getattr(given, "_schedulers", ()):
+            _exchange(inner, old, new)
+    return given
 
 
 def _in_full_precision(pre_step: Any, device: str, *args: Any, **kwargs: Any) -> Any:

@@ -251,6 +251,57 @@ def test_clipping_by_layers(space: Space, certificate: SourceCertificate, tmp_pa
     assert model.updates == len(model.engine.accountant) == 8
 
 
+@pytest.mark.parametrize("form", ["dict", "nested dict", "lists", "list", "sequential"])
+def test_schedulers_follow_the_private_optimizer(
+    space: Space, certificate: SourceCertificate, tmp_path: Any, form: str
+) -> None:
+    """What ``configure_optimizers`` returned before, built on the original optimizer, goes in as it is."""
+    from torch.optim import lr_scheduler
+
+    model = space.module()
+
+    def configure_optimizers() -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        halves = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        if form == "sequential":
+            halves = lr_scheduler.SequentialLR(
+                optimizer, [lr_scheduler.StepLR(optimizer, 1, gamma=0.5) for _ in range(2)], [2]
+            )
+        given = {
+            "dict": {"optimizer": optimizer, "lr_scheduler": halves},
+            "nested dict": {"optimizer": optimizer, "lr_scheduler": {"scheduler": halves, "interval": "epoch"}},
+            "lists": ([optimizer], [halves]),
+            "list": [optimizer],
+            "sequential": {"optimizer": optimizer, "lr_scheduler": halves},
+        }[form]
+        made = space.ours.private_optimizer(
+            model, given, engine=model.engine, noise_multiplier=NOISE, max_grad_norm=1.0
+        )
+        assert type(made) is type(given)
+        return made
+
+    model.configure_optimizers = configure_optimizers
+    trainer = space.trainer(tmp_path, space.callback(certificate))
+    trainer.fit(model)
+    assert len(model.engine.accountant) == 24
+    expected = {"list": 0.1, "sequential": 0.05}.get(form, 0.1 / 8)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(expected)
+    assert trainer.optimizers[0].original_optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+
+
+def test_several_optimizers_are_not_made_private_at_once(space: Space, tmp_path: Any) -> None:
+    model = space.module()
+    model.configure_optimizers = lambda: space.ours.private_optimizer(
+        model,
+        [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)],
+        engine=model.engine,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    with pytest.raises(InvalidValueError, match="Found list of 2"):
+        space.trainer(tmp_path).fit(model)
+
+
 # ---- wrong in silence, were it not refused ---------------------------------------------------------------------------
 
 
