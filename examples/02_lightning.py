@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from opacus import PrivacyEngine
-from opacus.data_loader import DPDataLoader
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_reconbound import Pixels, certify
-from opacus_reconbound.lightning import ReconstructionBoundCallback, private_optimizer
+from opacus_reconbound.lightning import PrivateDataModule, ReconstructionBoundCallback, private_optimizer
 
 MIN_RHO = 0.7
 
@@ -46,7 +45,7 @@ perp, est, train = order[:250], order[250:1150], order[1150:]
 certificate = certify(images[perp], images[est], representation=Pixels(value_range=(0, 16)))
 
 data = TensorDataset(torch.tensor(images[train] / 16).float(), torch.tensor(labels[train]))
-loader = DPDataLoader.from_data_loader(DataLoader(data, batch_size=64))  # draws Poisson batches
+private_data = PrivateDataModule(DataLoader(data, batch_size=64, shuffle=True))  # draws Poisson batches
 callback = ReconstructionBoundCallback(certificate, min_rho=MIN_RHO)
 with tempfile.TemporaryDirectory() as folder:
     trainer = L.Trainer(
@@ -59,7 +58,7 @@ with tempfile.TemporaryDirectory() as folder:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Digits(), loader)
+    trainer.fit(Digits(), datamodule=private_data)
     log = (Path(folder) / "metrics.csv").read_text().splitlines()
 print(f"The log holds {len(log) - 1} rows of: {log[0]}")
 print(f"{callback.stopping_reason}: {len(callback.accountant)} steps, ρ* = {callback.bound.rho:.4f}")

@@ -324,8 +324,9 @@ def _noise_of(where: str, found: _Description, rate: float, steps: int) -> tuple
         raise InvalidValueError(f"target_epsilon = {target:g} needs delta.")
     if not rate > 0.0 or target > _MOST_EPSILON[accountant]:
         raise InvalidValueError(
-            f"target_epsilon = {target:g} at sample rate {rate:g}: the noise is not searched for. Expected a rate above 0 "
-            f"and, by {accountant.upper()}, an ε of at most {_MOST_EPSILON[accountant]:g}. Give noise_multiplier."
+            f"target_epsilon = {target:g} at sample rate {rate:g}: the noise is not searched for. Expected a rate "
+            f"above 0 and, by {accountant.upper()}, an ε of at most {_MOST_EPSILON[accountant]:g}. Give "
+            "noise_multiplier."
         )
     tolerance = min(0.01, target / 1000)
     try:

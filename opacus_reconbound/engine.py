@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from opacus import PrivacyEngine
 
@@ -98,6 +98,13 @@ def epsilon_of(history: Iterable[tuple[float, float, int]], delta: float, *, prv
     return Epsilon(delta=delta, rdp=by(RDPMutualInformationAccountant()), prv=tighter)
 
 
+_OUTCOMES = {
+    "stop": ("training will stop there", "no further step will be taken"),
+    "raise": ("the next step will raise an error", "the next step will raise an error"),
+    "warn": ("training will go on with a warning", "training goes on"),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
     """What training will come to at constant (q, σ), before it starts.
@@ -126,8 +133,13 @@ class Forecast:
     epsilon: Epsilon | None = None
     last_epsilon: Epsilon | None = None
 
-    def describe(self) -> str:
-        """One or two sentences, ρ* rounded down."""
+    def describe(self, *, on_breach: Literal["stop", "raise", "warn"] = "stop") -> str:
+        """One or two sentences, ρ* rounded down.
+
+        Args:
+            on_breach: what happens there.
+        """
+        then, next_step = _OUTCOMES[on_breach]
         if self.steps is None or self.rho is None or self.leakage_bits is None:
             text = "training has no planned end"
         else:
@@ -140,13 +152,13 @@ class Forecast:
         if self.breached:
             return (
                 f"Forecast: the floor of {self.min_rho:g} is already breached by the {self.last_step or 0:,} steps "
-                "taken; no further step will be taken."
+                f"taken; {next_step}."
             )
         if self.last_step is not None:
             epsilon = "" if self.last_epsilon is None else f" ({self.last_epsilon.describe()})"
             return (
                 f"Forecast: {text}; the floor of {self.min_rho:g} is reached at step {self.last_step:,}{epsilon}, and "
-                "training will stop there."
+                f"{then}."
             )
         return f"Forecast: {text}; the floor of {self.min_rho:g} is not reached."
 

@@ -1,14 +1,35 @@
-"""``ReconstructionBoundCallback`` for ``lightning.pytorch``; ``private_optimizer`` for ``configure_optimizers``."""
+"""The callback and the wiring for ``lightning.pytorch``."""
 
 from __future__ import annotations
 
-from lightning.pytorch import Callback
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule
+from torch.utils.data import DataLoader
 
 from opacus_reconbound._lightning.callback import ReconstructionBoundMixin
+from opacus_reconbound._lightning.data import PrivateDataModuleMixin
 from opacus_reconbound._lightning.wiring import private_optimizer
 
-__all__ = ["ReconstructionBoundCallback", "private_optimizer"]
+__all__ = ["PrivateDataModule", "ReconstructionBoundCallback", "private_optimizer"]
 
 
 class ReconstructionBoundCallback(ReconstructionBoundMixin, Callback):  # noqa: D101 - the mixin's
     __doc__ = ReconstructionBoundMixin.__doc__
+
+
+class PrivateDataModule(PrivateDataModuleMixin, LightningDataModule):  # noqa: D101 - the mixin's
+    __doc__ = PrivateDataModuleMixin.__doc__
+
+    # the arguments with this namespace's types, which LightningCLI reads
+    def __init__(
+        self,
+        data: LightningDataModule | DataLoader[Any],
+        *,
+        val: Any = None,
+        test: Any = None,
+        predict: Any = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(data, val=val, test=test, predict=predict, generator=generator)

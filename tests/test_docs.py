@@ -187,6 +187,7 @@ def public_names() -> set[str]:
     names = {f"opacus_reconbound.{name}" for name in top}
     names |= {f"opacus_reconbound.errors.{name}" for name in opacus_reconbound.errors.__all__ if name not in top}
     names |= {f"opacus_reconbound.lightning.{name}" for name in opacus_reconbound.lightning.__all__}
+    names |= {"opacus_reconbound.report.lightning.TrainingReport"}
     kinds = set(opacus_reconbound.representations.__all__) - {"KINDS", *top}
     names |= {f"opacus_reconbound.representations.{name}" for name in kinds}
     names |= {f"opacus_reconbound.certificates.designs.{name}" for name in ("BlockDesign", "ReplicaDesign")}

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NEEDS = {"05_lightning_cli": ("jsonargparse", "docstring_parser", "typeshed_client")}  # jsonargparse[signatures]
 
 
 def test_there_are_examples() -> None:
@@ -19,7 +20,7 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
 def test_it_runs(example: Path, tmp_path: Path) -> None:
-    for package in ("sklearn", "mlxtend", "lightning"):
+    for package in ("sklearn", "mlxtend", "lightning", *NEEDS.get(example.stem, ())):
         pytest.importorskip(package)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     run = subprocess.run(

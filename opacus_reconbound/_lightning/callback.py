@@ -11,13 +11,19 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
+import uuid
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
+import torch
 from tqdm import tqdm
 
 from opacus_reconbound import _validate
-from opacus_reconbound._lightning.wiring import remove_grad_sample_hooks
+from opacus_reconbound._lightning.records import NOT_COMPARED, check_records
+from opacus_reconbound._lightning.table import print_table
+from opacus_reconbound._lightning.wiring import remove_grad_sample_hooks, require_no_swallowed_settings
 from opacus_reconbound._live import (
     account_of,
     breaches,
@@ -27,6 +33,7 @@ from opacus_reconbound._live import (
     shorten,
     stricter_budget_in_force,
 )
+from opacus_reconbound._rounding import down3, three_digits
 from opacus_reconbound.accountants import MutualInformationAccountant, StepHook, discard_pending_step
 from opacus_reconbound.certificates.certificate import ReconstructionBound, SourceCertificate
 from opacus_reconbound.certificates.plan import SplitPlan
@@ -39,6 +46,8 @@ __all__ = ["ReconstructionBoundMixin"]
 
 _STATE_VERSION = 1
 _KEY = "ReconstructionBoundCallback"
+_REFRESH = 0.5  # seconds between two entries of the progress bar
+_PROCESS = uuid.uuid4().hex
 
 
 class ReconstructionBoundMixin:
@@ -60,8 +69,16 @@ class ReconstructionBoundMixin:
         splits: a ``SplitPlan`` or the path of one. A certificate that was not made from its D_perp and D_est is
             refused, and before the first step a training set that is not its D_train: by the number of records, and
             by the indices of a ``Subset``. D_train may overlap D_est.
+        on_breach: what happens before a step that would breach the floor. ``"stop"``: training ends as at its planned
+            end, with the status FINISHED. ``"raise"``: ``ReconstructionBudgetExceeded``; nothing is applied.
+            ``"warn"``: one warning, and training goes on; the floor is not armed.
+        record: maps a training batch to its raw records, such as ``lambda batch: batch[0]``. Those of the first batch
+            are compared with the certificate: their shape, and their range of values. ``checks`` says what was found.
+        continue_from: a checkpoint whose account this run continues, where only its weights were loaded
+            (``load_from_checkpoint``): they carry what their training revealed.
 
-    Logged metrics:
+    Logged metrics, at the trainer's ``log_every_n_steps``, at each epoch's last step and before a stop, and at every
+    step where a callback such as ``ModelCheckpoint`` monitors one; ``bound`` is always of this moment:
         ``reconstruction/rho_star``: ρ* so far, rounded down.
         ``reconstruction/leakage_bits``: γ charged so far, in bits, rounded up.
         ``reconstruction/steps_left``: further steps within the floor at the present noise (with a floor).
@@ -74,6 +91,7 @@ class ReconstructionBoundMixin:
         accountant: the account, once training has started.
         forecast: what was forecast at the start.
         stopping_reason: why training was stopped, or None.
+        checks: what was compared with the certificate, and what could not be, in sentences.
 
     Raises:
         InvalidValueError: an argument is out of range.
@@ -94,7 +112,14 @@ class ReconstructionBoundMixin:
         ledger: Ledger | str | os.PathLike[str] | None = None,
         run: str | None = None,
         splits: SplitPlan | str | os.PathLike[str] | None = None,
+        on_breach: Literal["stop", "raise", "warn"] = "stop",
+        record: Callable[[Any], Any] | None = None,
+        continue_from: str | os.PathLike[str] | None = None,
     ) -> None:
+        if on_breach not in ("stop", "raise", "warn"):
+            raise InvalidValueError(f"Expected on_breach='stop', 'raise' or 'warn'. Found {on_breach!r}.")
+        if record is not None and not callable(record):
+            raise InvalidValueError(f"Expected record to be a function of a batch. Found {record!r}.")
         if (ledger is None) != (run is None):
             raise InvalidValueError("ledger and run go together: the ledger of the training set, and a name on it.")
         if not isinstance(certificate, SourceCertificate):
@@ -110,6 +135,10 @@ class ReconstructionBoundMixin:
         self.verbose = verbose
         self.ledger = ledger if ledger is None or isinstance(ledger, Ledger) else Ledger(ledger)
         self.run = run
+        self.on_breach = on_breach
+        self.record = record
+        self.checks: tuple[str, ...] = ()
+        self._continued = None if continue_from is None else _stored_account(continue_from)
         self.accountant: MutualInformationAccountant | None = None
         self.forecast: Forecast | None = None
         self.stopping_reason: str | None = None
@@ -118,8 +147,12 @@ class ReconstructionBoundMixin:
         self._audited_steps = 0
         self._updates_of_batch = 0
         self._logged_steps = -1
+        self._shown = -math.inf  # when the progress bar was last told, seconds
+        self._watched = False
         self._restored: dict[str, Any] | None = None
         self._lifted: tuple[Any, Any] | None = None
+        self._warned = False
+        self._streams: list[tuple[str, int]] = []  # (process, seed) of the generators that batches and noise came from
 
     # -- what one can ask it ----------------------------------------------------------------------------------------
 
@@ -157,13 +190,7 @@ class ReconstructionBoundMixin:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state; it is applied when training starts, for the optimizers do not exist yet."""
-        version = state_dict.get("version")
-        if version != _STATE_VERSION:
-            raise AccountingError(
-                f"The checkpoint's leakage account has version {version!r}; this library reads {_STATE_VERSION}. "
-                "Update opacus_reconbound."
-            )
-        self._restored = state_dict
+        self._restored = _readable(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
         """The account as plain values, and what it was judged by."""
@@ -178,6 +205,7 @@ class ReconstructionBoundMixin:
             "accountant": accountant,
             "certificate": self.certificate.digest,
             "min_rho": self.min_rho,
+            "streams": list(self._streams),
         }
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -191,16 +219,42 @@ class ReconstructionBoundMixin:
                 "precision='16-mixed' scales gradients before they are clipped and skips steps by what it sees in "
                 "them. Use precision='bf16-mixed' or '32-true'."
             )
+        if trainer.accumulate_grad_batches != 1:
+            raise AccountingError(
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches} combines several batches into one step. A "
+                "record can be in several of them, and then moves the sum by more than the clipping norm. Leave it at "
+                "1 and choose the batch size that you want."
+            )
+        if trainer.gradient_clip_val:
+            warnings.warn(
+                f"gradient_clip_val={trainer.gradient_clip_val:g} has nothing to do with the clipping that privacy "
+                "rests on: it changes nothing with per-sample gradients, and shortens the noised step with ghost "
+                "clipping. Leave it out, and set max_grad_norm.",
+                category=UserWarning,
+                stacklevel=2,
+            )
+        require_no_swallowed_settings(pl_module)
         loader = trainer.train_dataloader
         require_private_run(loader, self._found, world_size=trainer.world_size, ends_at_length=True)
         if self.splits is not None:
             self.splits.check_training(loader.dataset)
         if self.ledger is not None and self.run is not None:
             accountant.use_ledger(self.ledger, run=self.run)
-        if self._restored is not None:
-            accountant.load_state_dict(self._restored["accountant"])
-            self._restored = None
-        if self.budget_bits is not None:
+        earlier = self._restored or self._continued
+        if earlier is not None:
+            if self._restored is None and len(accountant) > 0:
+                raise AccountingError(
+                    f"The account holds {len(accountant)} steps already, and continue_from= begins one. Make the "
+                    "engine anew, or leave continue_from out where these steps are those of the checkpoint."
+                )
+            accountant.load_state_dict(earlier["accountant"])
+            self._streams = [tuple(stream) for stream in earlier.get("streams", ())]
+            self._restored = self._continued = None
+        self._require_new_randomness(loader)
+        self._warned = False
+        self._shown = -math.inf
+        self._watched = any(_watches(callback) for callback in trainer.callbacks)
+        if self.budget_bits is not None and self.on_breach != "warn":
             accountant.budget_bits = stricter_budget(accountant, self.budget_bits)
         if self.delta is None:
             self.delta = min(0.5, float(max(2, len(loader.dataset))) ** -1.1)
@@ -211,13 +265,34 @@ class ReconstructionBoundMixin:
             optimizer.original_optimizer.register_step_pre_hook(self._audit) for optimizer, _ in self._found
         ]
         self._announce(trainer, loader)
-        if self._breaches():
+        self.checks = (NOT_COMPARED,) if self.record is None else ()
+        for sentence in self.checks:
+            self._say(trainer, sentence)
+        if self._breaches() and self.on_breach == "stop":
             self._stop(trainer, "the leakage budget was spent before training")
+
+    def _require_new_randomness(self, loader: Any) -> None:
+        """Noise that an earlier process drew must not come again: it would cancel in a difference of checkpoints."""
+        used = [getattr(loader.batch_sampler, "generator", None), *(private.generator for private, _ in self._found)]
+        generators = {id(each): each for each in used}.values()
+        seeds = [seed for seed in map(_initial_seed, generators) if seed is not None]
+        if any(process != _PROCESS and seed in seeds for process, seed in self._streams):
+            warnings.warn(
+                "The random generator of the batches or the noise was seeded as in the run that goes on here. Its "
+                "numbers would come again, and noise that repeats cancels: it was seeded anew, from the operating "
+                "system. Seed a run that goes on differently, such as seed_everything(seed + 1).",
+                category=UserWarning,
+                stacklevel=2,
+            )
+            for generator in generators:
+                torch.seed() if generator is None else generator.seed()
+            seeds = [seed for seed in map(_initial_seed, generators) if seed is not None]
+        self._streams = list(dict.fromkeys([*self._streams, *((_PROCESS, seed) for seed in seeds)]))
 
     def _announce(self, trainer: Any, loader: Any) -> None:
         assert self.accountant is not None  # noqa: S101 - set by the caller
         rate = poisson_rate(loader)
-        per_epoch = max(1, int(1 / rate)) if rate else 1
+        per_epoch = max(1, min(int(1 / rate) if rate else 1, trainer.num_training_batches))
         planned: float = trainer.max_epochs * per_epoch if (trainer.max_epochs or -1) >= 0 else math.inf
         if (trainer.max_steps or -1) >= 0:
             planned = min(planned, trainer.max_steps)
@@ -231,7 +306,28 @@ class ReconstructionBoundMixin:
         notice = stricter_budget_in_force(self.certificate, self.accountant, self.budget_bits, before="fit()")
         if notice is not None:
             self._say(trainer, notice)
-        self._say(trainer, self.forecast.describe())
+        if self.verbose and trainer.is_global_zero:
+            print_table("Reconstruction bound: forecast", self._rows(self.forecast, *self._found[0]))
+        self._say(trainer, self.forecast.describe(on_breach=self.on_breach))
+
+    def _rows(self, found: Forecast, optimizer: Any, hook: StepHook) -> list[tuple[str, str]]:
+        planned = "no planned end" if found.steps is None else f"{found.steps:,}"
+        rows = [
+            ("sample rate q", f"{hook.sample_rate:.6g}"),
+            ("noise multiplier σ", f"{hook.noise_multiplier(optimizer):.6g}"),
+            ("steps planned", planned),
+            ("leakage γ now", f"{three_digits(self.bound.leakage_bits, down=False):.3g} bits"),
+            ("ρ* now", down3(self.bound.rho)),
+        ]
+        if found.rho is not None and found.leakage_bits is not None:
+            rows += [
+                ("leakage γ at the end", f"{three_digits(found.leakage_bits, down=False):.3g} bits"),
+                ("ρ* at the end", down3(found.rho)),
+            ]
+        if found.min_rho is not None:
+            reached = "not reached" if found.last_step is None else f"{found.last_step:,}"
+            rows += [("floor on ρ*", f"{found.min_rho:g}"), ("last step within the floor", reached)]
+        return rows
 
     # -- every step -------------------------------------------------------------------------------------------------
 
@@ -240,6 +336,17 @@ class ReconstructionBoundMixin:
         loader = trainer.train_dataloader
         require_private_run(loader, self._found, world_size=trainer.world_size, ends_at_length=True)
         self._updates_of_batch = 0
+        if self.record is not None and not self.checks:
+            self._compare(trainer, batch)
+
+    def _compare(self, trainer: Any, batch: Any) -> None:
+        """The records of the first batch that has some, with what the certificate is about."""
+        assert self.record is not None  # noqa: S101 - the caller has looked
+        records = self.record(batch)
+        if hasattr(records, "__len__") and len(records) == 0:
+            return  # a Poisson batch can be empty
+        self.checks = check_records(records, self.certificate.representation)
+        self._say(trainer, " ".join(self.checks))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Layer 2: the exact check, with the noise of this very step."""
@@ -249,38 +356,66 @@ class ReconstructionBoundMixin:
                 "draws its own Poisson batch; steps that share a batch reveal more than is charged for them. Take one "
                 "step a batch: with several optimizers, alternate between batches."
             )
+        require_no_swallowed_settings(pl_module)
         for private, hook in self._found:
             if private.step_hook is not hook:
                 raise AccountingError(
                     "The accountant's step hook was replaced during training (attach_step_hook has one slot), so steps "
                     "would not be charged. Attach no other hook to a DPOptimizer."
                 )
-        if self._breaches():
+        if self._breaches() and self.on_breach == "stop":
             for private, _ in self._found:
                 discard_pending_step(private)
             self._stop(trainer, "the next step would have breached the floor")
             raise StopIteration
+        # with "raise", the accountant refuses the step itself, before it is charged or applied
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log, and layer 1: ask for a stop where the next step would breach."""
         if self.accountant is None:
             return
+        breaches = self._breaches()
         steps = len(self.accountant)
         if steps != self._logged_steps:
             self._logged_steps = steps
             # also where it may be the last value anyone sees: at the end of an epoch, of the steps, of the budget
-            last = trainer.is_last_batch or steps == trainer.max_steps or self._breaches()
-            values = self._values(with_epsilon=last or steps == 1 or steps % self.epsilon_every_n_steps == 0)
-            pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
-            pl_module.log_dict(shorten(values), on_step=True, on_epoch=False, prog_bar=True, logger=False, batch_size=1)
-        if self._breaches():
+            last = trainer.is_last_batch or steps == trainer.max_steps or breaches
+            self._log(trainer, pl_module, steps, last=last)
+        if breaches and self.on_breach == "stop":
             self._stop(trainer, "the next step would breach the floor")
+        if self.on_breach == "warn" and self.budget_bits is not None and not self._warned:
+            self._warn_of_breach(self.accountant, self.budget_bits)
+
+    def _log(self, trainer: Any, pl_module: Any, steps: int, *, last: bool) -> None:
+        """Log where someone looks: one metric takes Lightning about a millisecond."""
+        with_epsilon = last or steps == 1 or steps % self.epsilon_every_n_steps == 0
+        logs = with_epsilon or self._watched or trainer._logger_connector.should_update_logs  # as in Lightning's own
+        now = time.monotonic()
+        shows = logs or (trainer.progress_bar_callback is not None and now - self._shown >= _REFRESH)
+        if not shows:
+            return
+        values = self._values(with_epsilon=with_epsilon)
+        if logs:
+            pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
+        self._shown = now
+        pl_module.log_dict(shorten(values), on_step=True, on_epoch=False, prog_bar=True, logger=False, batch_size=1)
+
+    def _warn_of_breach(self, accountant: MutualInformationAccountant, budget: float) -> None:
+        if accountant.charged_bits > budget:
+            self._warned = True
+            warnings.warn(
+                f"The floor of {self.min_rho:g} is breached since step {len(accountant):,}: ρ* is "
+                f"{down3(self.bound.rho)}. Training goes on, as on_breach='warn' says.",
+                category=UserWarning,
+                stacklevel=2,
+            )
 
     def _values(self, *, with_epsilon: bool) -> dict[str, float]:
+        assert self.accountant is not None  # noqa: S101 - set in on_train_start
         return measure(
             self.certificate,
             self._found,
-            with_steps_left=self.budget_bits is not None,
+            with_steps_left=self.accountant.budget_bits is not None,
             epsilon=self.epsilon() if with_epsilon else None,
         )
 
@@ -321,21 +456,20 @@ class ReconstructionBoundMixin:
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Restore the trainer's minima, end the audit, free the module for another ``fit``; the budget stays armed."""
         if stage == "fit":
-            self._clean_up(trainer)
+            self._clean_up(trainer, pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Clean up as ``teardown`` does, which Lightning does not call for callbacks after an exception."""
-        self._clean_up(trainer)
+        self._clean_up(trainer, pl_module)
 
-    def _clean_up(self, trainer: Any) -> None:
+    def _clean_up(self, trainer: Any, pl_module: Any) -> None:
         if self._lifted is not None:
             trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = self._lifted
             self._lifted = None
         for handle in self._audits:
             handle.remove()
         self._audits = []
-        for optimizer, _ in self._found:
-            remove_grad_sample_hooks(optimizer)
+        remove_grad_sample_hooks(pl_module)
         self._found = []
         if self.accountant is not None:
             with contextlib.suppress(LedgerError):  # what is not given back is counted as taken
@@ -344,3 +478,46 @@ class ReconstructionBoundMixin:
     def _say(self, trainer: Any, text: str) -> None:
         if self.verbose and trainer.is_global_zero:
             tqdm.write(text)  # does not tear a progress bar
+
+
+def _watches(callback: Any) -> bool:
+    """Whether a callback, such as ModelCheckpoint, reads what is logged at steps of its own choice."""
+    named = [getattr(callback, name, None) for name in ("monitor", "filename")]
+    return any("reconstruction/" in str(name) or "privacy/" in str(name) for name in named)
+
+
+def _initial_seed(generator: Any) -> int | None:
+    try:
+        return int((torch.default_generator if generator is None else generator).initial_seed())
+    except (AttributeError, RuntimeError):  # a secure generator has none
+        return None
+
+
+def _readable(state: dict[str, Any]) -> dict[str, Any]:
+    version = state.get("version")
+    if version != _STATE_VERSION:
+        raise AccountingError(
+            f"The checkpoint's leakage account has version {version!r}; this library reads {_STATE_VERSION}. "
+            "Update opacus_reconbound."
+        )
+    return state
+
+
+def _stored_account(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The callback's state in a checkpoint; of nothing else in it any code is run."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise InvalidValueError(f"There is no checkpoint {path} to continue from.") from None
+    except Exception as error:  # a damaged file makes torch raise nearly anything
+        raise InvalidValueError(
+            f"The checkpoint {path} cannot be read with weights_only=True: {str(error).splitlines()[0]} Put the "
+            "earlier steps on the account instead (accountant.history = [(noise_multiplier, sample_rate, steps), ...])."
+        ) from error
+    state = checkpoint.get("callbacks", {}).get(_KEY) if isinstance(checkpoint, dict) else None
+    if not state:
+        raise AccountingError(
+            f"The checkpoint {path} holds no account: it was saved without ReconstructionBoundCallback. Put the "
+            "earlier steps on the account (accountant.history = [(noise_multiplier, sample_rate, steps), ...])."
+        )
+    return _readable(state)

@@ -8,17 +8,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from opacus_reconbound import _atomic
 from opacus_reconbound._files import check_writable
 from opacus_reconbound.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-__all__ = ["check_picture", "plot_plan", "plot_representations", "plot_run"]
+__all__ = ["check_picture", "plot_plan", "plot_representations", "plot_run", "run_figure", "save"]
 
 _FORMATS = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 _RHO = "ρ*, lower bound on any attack's relative RMSE"
-_BLUE, _ORANGE, _GREY = "#1f5fa8", "#c8641a", "#6b6b6b"
+_BLUE, _ORANGE, _GREY, _GREEN = "#1f5fa8", "#c8641a", "#6b6b6b", "#2e7d4f"
 
 
 def plot_plan(
@@ -45,7 +46,7 @@ def plot_plan(
     second.set_ylabel("γ, bits about one record")
     second.set_ylim(bottom=0)
     _legend(figure, axes, second)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def plot_run(
@@ -72,7 +73,52 @@ def plot_run(
     second.plot(accuracy_steps, accuracy, color=_ORANGE, marker="o", markersize=3, linewidth=1.5, label="test accuracy")
     second.set(ylabel="test accuracy", ylim=(0, 1.02))
     _legend(figure, axes, second)
-    return _save(figure, path)
+    return save(figure, path)
+
+
+def run_figure(
+    *,
+    steps: Sequence[float],
+    rho: Sequence[float],
+    leakage_bits: Sequence[float],
+    epsilon: Sequence[tuple[float, float]] = (),
+    accuracy: Sequence[tuple[float, float]] = (),
+    forecast: Sequence[tuple[float, float]] = (),
+    min_rho: float | None = None,
+    last_step: int | None = None,
+) -> Any:
+    """Draw a run as it goes on: ρ* with its floor and forecast, and accuracy; below, γ and ε. Returns the figure."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    for axes in (upper, lower):
+        axes.grid(alpha=0.25)
+    upper.plot(steps, rho, color=_BLUE, linewidth=2, label="ρ* guaranteed")
+    if forecast:
+        upper.plot(*zip(*forecast, strict=True), color=_BLUE, linewidth=1.2, linestyle="-.", label="forecast")
+    if accuracy:
+        upper.plot(
+            *zip(*accuracy, strict=True), color=_ORANGE, marker="o", markersize=3, linewidth=1.5, label="accuracy"
+        )
+    _floor(upper, min_rho, last_step)
+    upper.set(ylabel="ρ*" + (", accuracy" if accuracy else ""), ylim=(0, 1.02))
+    lower.plot(steps, leakage_bits, color=_GREY, linewidth=1.5, label="leakage γ")
+    lower.set(xlabel="training step", ylabel="γ, bits about one record")
+    lower.set_ylim(bottom=0)
+    second = lower.twinx()
+    if epsilon:
+        second.plot(*zip(*epsilon, strict=True), color=_GREEN, linewidth=1.2, linestyle="--", label="ε")
+    second.set_ylabel("ε")
+    second.set_ylim(bottom=0)
+    handles, labels = upper.get_legend_handles_labels()
+    for axes in (lower, second):
+        more, names = axes.get_legend_handles_labels()
+        handles, labels = handles + more, labels + names
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    return figure
 
 
 def plot_representations(
@@ -117,7 +163,7 @@ def plot_representations(
             cell.imshow(picture, cmap="gray", interpolation="nearest")
     for cell in grid.flat:
         cell.set(xticks=[], yticks=[], frame_on=False)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _figure() -> tuple[Any, Any]:
@@ -153,11 +199,11 @@ def check_picture(path: str | os.PathLike[str]) -> None:
     check_writable(target, "the picture's file, such as plan.png")
 
 
-def _save(figure: Any, path: str | os.PathLike[str]) -> Path:
+def save(figure: Any, path: str | os.PathLike[str]) -> Path:
+    """Write a figure in the format of the path's suffix; a reader sees the old picture or the whole new one."""
     target = Path(path)
     check_picture(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
     content = io.BytesIO()
     figure.savefig(content, dpi=140, format=target.suffix[1:].lower())
-    target.write_bytes(content.getvalue())
+    _atomic.write_bytes(target, content.getvalue())
     return target
