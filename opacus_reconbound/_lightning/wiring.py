@@ -54,7 +54,8 @@ def private_optimizer(
         What was given for ``optimizer``, with the private optimizer in its place.
 
     Raises:
-        AccountingError: the training loader does not sample by Poisson, or ghost clipping with several processes.
+        AccountingError: the training loader does not sample by Poisson, ghost clipping with several processes, or a
+            mode for FSDP.
         InvalidValueError: ``wrap_model`` is given.
     """
     if "wrap_model" in kwargs:
@@ -75,6 +76,11 @@ def private_optimizer(
         raise AccountingError(
             f"grad_sample_mode={mode!r} runs two backward passes a step, which Lightning's DDP does not allow for. Use "
             "grad_sample_mode='hooks' where several processes train."
+        )
+    if "fsdp" in mode:
+        raise AccountingError(
+            f"grad_sample_mode={mode!r} needs a module that FSDP has wrapped already, and Lightning wraps it later. Use "
+            "grad_sample_mode='ghost' or 'hooks'."
         )
     _remove(module)
     made = engine.make_private(

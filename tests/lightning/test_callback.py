@@ -265,8 +265,8 @@ def test_an_engine_without_our_accountant_is_refused(
         space.trainer(tmp_path, space.callback(certificate)).fit(model)
 
 
-@pytest.mark.parametrize("mode", ["ghost", "ghost_fsdp"])
-def test_ghost_clipping_is_refused(space: Space, certificate: SourceCertificate, tmp_path: Any, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["hooks_fsdp", "ghost_fsdp"])
+def test_a_mode_for_fsdp_is_refused(space: Space, certificate: SourceCertificate, tmp_path: Any, mode: str) -> None:
     model = space.module()
     model.configure_optimizers = lambda: space.ours.private_optimizer(
         model,
@@ -276,7 +276,7 @@ def test_ghost_clipping_is_refused(space: Space, certificate: SourceCertificate,
         max_grad_norm=1.0,
         grad_sample_mode=mode,
     )
-    with pytest.raises(AccountingError, match=f"'{mode}' clips within a criterion .*Leave grad_sample_mode at 'hooks'"):
+    with pytest.raises(AccountingError, match=f"'{mode}' needs a module that FSDP has wrapped .*Use grad_sample_mode="):
         space.trainer(tmp_path, space.callback(certificate)).fit(model)
     assert not hasattr(model.net.weight, "grad_sample")
 
