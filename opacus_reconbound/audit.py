@@ -13,7 +13,8 @@ import os
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -37,7 +38,7 @@ Accounting = Literal["rdp", "prv"]
 
 DELTA = 1e-5  # where nothing else is said
 _MOST_STEPS = 2**53
-_MOST_EPSILON = 1000.0
+_MOST_EPSILON = {"rdp": 1000.0, "prv": 20.0}  # as a target; the search passes through less noise and a larger ε
 _PRV_WORK = 3e4  # ε √steps, times distinct steps; beyond it Opacus takes minutes, or more memory than there is
 _MOST_PHASES = 6  # that are listed one by one
 
@@ -63,10 +64,17 @@ def epsilon(schedule: Schedule, delta: float, *, accountant: Accounting = "rdp")
     _validate.fraction("delta", delta)
     inner = create_accountant(f"{accountant}+mi")
     inner.history = [(sigma, q, steps) for (sigma, q), steps in _distinct(schedule).items()]
-    with warnings.catch_warnings():
-        # RDP's advice to widen its orders; a looser ε is still an upper bound
-        warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
+    with _quiet():
         return float(inner.get_epsilon(delta))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Opacus's warnings: RDP's advice to widen its orders (a looser ε is still a bound), PRV's overflows."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
+        warnings.filterwarnings("ignore", category=RuntimeWarning)
+        yield
 
 
 def _distinct(schedule: Schedule) -> Counter[tuple[float, float]]:
@@ -315,15 +323,15 @@ def _noise_of(where: str, found: _Description, rate: float, steps: int) -> tuple
         raise InvalidValueError(f"{where}Give noise_multiplier, or target_epsilon with delta and accountant.")
     if found.delta is None:
         raise InvalidValueError(f"target_epsilon = {target:g} needs delta.")
-    if not rate > 0.0 or target > _MOST_EPSILON:
+    if not rate > 0.0 or target > _MOST_EPSILON[accountant]:
         raise InvalidValueError(
-            f"target_epsilon = {target:g} at sample rate {rate:g} fixes no noise. Expected a rate above 0 and an ε of "
-            f"at most {_MOST_EPSILON:g}."
+            f"target_epsilon = {target:g} at sample rate {rate:g}: the noise is not searched for. Expected a rate "
+            f"above 0 and, by {accountant.upper()}, an ε of at most {_MOST_EPSILON[accountant]:g}. Give "
+            "noise_multiplier."
         )
     tolerance = min(0.01, target / 1000)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
+        with _quiet():
             sigma = float(
                 get_noise_multiplier(
                     target_epsilon=target,
