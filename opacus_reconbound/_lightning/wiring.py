@@ -79,8 +79,8 @@ def private_optimizer(
         )
     if "fsdp" in mode:
         raise AccountingError(
-            f"grad_sample_mode={mode!r} needs a module that FSDP has wrapped already, and Lightning wraps it later. Use "
-            "grad_sample_mode='ghost' or 'hooks'."
+            f"grad_sample_mode={mode!r} needs a module that FSDP has wrapped already, and Lightning wraps it later. "
+            "Use grad_sample_mode='ghost' or 'hooks'."
         )
     _remove(module)
     made = engine.make_private(
