@@ -15,6 +15,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -101,20 +102,21 @@ class ReconstructionBoundMixin:
         AccountingError: during training, where what runs is not what is accounted.
     """
 
+    # Path and not os.PathLike[str]: jsonargparse would read the file itself, and hand over what is in it
     def __init__(
         self,
-        certificate: SourceCertificate | str | os.PathLike[str],
+        certificate: SourceCertificate | str | Path,
         min_rho: float | None = None,
         *,
         delta: float | None = None,
         epsilon_every_n_steps: int = 50,
         verbose: bool = True,
-        ledger: Ledger | str | os.PathLike[str] | None = None,
+        ledger: Ledger | str | Path | None = None,
         run: str | None = None,
-        splits: SplitPlan | str | os.PathLike[str] | None = None,
+        splits: SplitPlan | str | Path | None = None,
         on_breach: Literal["stop", "raise", "warn"] = "stop",
         record: Callable[[Any], Any] | None = None,
-        continue_from: str | os.PathLike[str] | None = None,
+        continue_from: str | Path | None = None,
     ) -> None:
         if on_breach not in ("stop", "raise", "warn"):
             raise InvalidValueError(f"Expected on_breach='stop', 'raise' or 'warn'. Found {on_breach!r}.")

@@ -1,7 +1,7 @@
 """Watch a plain Opacus loop and end it before a floor is breached: progress, a CSV file, and a function of one's own.
 
 Data: scikit-learn's 1,797 handwritten digits (8 × 8 pixels, grey levels 0 to 16), nothing is downloaded.
-Run: python examples/05_live_floor.py
+Run: python examples/06_live_floor.py
 """
 
 import csv
