@@ -108,8 +108,9 @@ def test_it_stops_before_the_step_that_would_breach(demo: Demo) -> None:
 
 def test_it_says_so_beforehand(demo: Demo) -> None:
     said = re.search(
-        r"Forecast: at these settings training would end after 400 steps at ρ\* = 0\.\d{3} \(\d\.\d{3} bits\); "
-        r"the floor of 0\.75 is reached at step (\d+), and training will stop there\.",
+        r"Forecast: at these settings training would end after 400 steps at ρ\* = 0\.\d{3} \(\d\.\d{3} bits; "
+        r"ε <= [\d.]+ by RDP at δ = [\d.]+\); the floor of 0\.75 is reached at step (\d+) "
+        r"\(ε <= [\d.]+ by RDP at δ = [\d.]+\), and training will stop there\.",
         demo.out,
     )
     assert said is not None
