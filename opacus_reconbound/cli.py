@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
+_MOST_HELD_OUT = 10_000  # records from which κ is estimated: all pairs are compared
+
 app = typer.Typer(
     name="reconbound",
     rich_markup_mode=None,
@@ -838,8 +840,8 @@ def compare(
         cells.append((row.name, ratio, _shown(row.value, shown), row.bounds, row.attacks, confidence))
     _print_table(cells)
     typer.echo(
-        f"At {up3(run.charged_bits)} bits. Errors are RMSE per coordinate, in data units; the ratio is to the best guess "
-        "without the model, so that a least error above 1 is worse than no attack. Successes are probabilities."
+        f"At {up3(run.charged_bits)} bits. Errors are RMSE per coordinate, in data units; the ratio is to the best "
+        "guess without the model, whose own ratio is 1. Successes are probabilities."
     )
     for row in rows:
         typer.echo(f"  - {row.name}: {row.source}. Prior: {row.prior}. {'; '.join(row.assumptions)}.")
@@ -1030,9 +1032,13 @@ def _estimated_prior(source: SourceCertificate, held_out: Sequence[str], within:
     records = SelectedRecords(open_records(held_out))
     if math.prod(records.record_shape) != described.dimension:
         raise DataError(
-            f"The held-out records have shape {records.record_shape}, those of the certificate {described.record_shape}."
+            f"The held-out records have shape {records.record_shape}, those of the certificate "
+            f"{described.record_shape}."
         )
-    values = np.asarray(records.take(np.arange(min(len(records), 10_000))))
+    if len(records) > _MOST_HELD_OUT:
+        spread = np.linspace(0, len(records) - 1, _MOST_HELD_OUT).round().astype(np.intp)
+        records = SelectedRecords(open_records(held_out), spread)
+    values = np.concatenate([np.asarray(chunk) for chunk in records.chunks(1024)])
     return prior_success(values, _validate.positive("--within", within) * math.sqrt(described.dimension))
 
 
@@ -1040,9 +1046,12 @@ def _matrix(path: Path) -> Any:
     import numpy as np
 
     try:
-        return np.load(path, allow_pickle=False)
-    except ValueError as error:
+        found = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
         raise DataError(f"{path} holds no array of numbers. Save the Jacobian with numpy.save. {error}") from error
+    if not isinstance(found, np.ndarray):
+        raise DataError(f"{path} holds several arrays. Save the Jacobian alone, with numpy.save.")
+    return found
 
 
 def _need(package: str, extra: str) -> Any:
