@@ -843,8 +843,13 @@ def compare(
         f"At {up3(run.charged_bits)} bits. Errors are RMSE per coordinate, in data units; the ratio is to the best "
         "guess without the model, whose own ratio is 1. Successes are probabilities."
     )
+    bounds = [set(row.assumptions) for row in rows if row.bounds != "attained error"]
+    shared = set.intersection(*bounds) if len(bounds) > 1 else set()
+    for assumption in sorted(shared):
+        typer.echo(f"All bounds assume: {assumption}. Besides:")
     for row in rows:
-        typer.echo(f"  - {row.name}: {row.source}. Prior: {row.prior}. {'; '.join(row.assumptions)}.")
+        rest = "".join(f"; {assumption}" for assumption in row.assumptions if assumption not in shared)
+        typer.echo(f"  - {row.name}: {row.source}; prior: {row.prior}{rest}.")
     if plot is not None:
         typer.echo(f"Wrote {plot}.")
 

@@ -501,7 +501,8 @@ def test_compare(run: Runner, folder: Path) -> None:
     assert found["comparisons"] == json.loads(json.dumps([vars(row) for row in expected]))
     text = run(f"{COMPARE} --prior-success 0.01 --candidates 1000 --jacobian jacobian.npy").out
     for row in expected:
-        assert f"  - {row.name}: {row.source}." in text
+        assert f"  - {row.name}: {row.source}; prior: {row.prior.split(',')[0]}" in text
+    assert text.count("Poisson sampling") == 1
     first = text.split("\n")[1]
     assert first.startswith("certificate (this library)")
     assert f"{math.floor(CERTIFICATE.bound(schedule.charged_bits).rho * 1000) / 1000:.3f}" in first

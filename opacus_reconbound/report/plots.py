@@ -194,15 +194,20 @@ def plot_comparisons(
     rows = [max(1, len(errors)), *([len(successes)] if successes else [])]
     parts = figure.subplots(len(rows), 1, height_ratios=rows, squeeze=False)[:, 0]
     upper = parts[0]
-    colours = {("least error", "any"): _BLUE, ("least error", "unbiased"): _ORANGE}
+    kinds = {
+        ("least error", "any"): (_BLUE, "least error of any attack"),
+        ("least error", "unbiased"): (_ORANGE, "of unbiased attacks only"),
+    }
+    labelled: set[str] = set()
     for place, (_, ratio, bounds, attacks) in enumerate(errors):
+        colour, label = kinds.get((bounds, attacks), (_GREY, "attained without the model"))
         if math.isfinite(ratio):
-            upper.barh(place, ratio, color=colours.get((bounds, attacks), _GREY), height=0.6)
+            upper.barh(place, ratio, color=colour, height=0.6, label="" if label in labelled else label)
+            labelled.add(label)
     upper.set_yticks(range(len(errors)), [name if math.isfinite(r) else f"{name} (∞)" for name, r, _, _ in errors])
-    upper.axvline(1.0, color="black", linewidth=1, linestyle="--")
-    upper.set(
-        xlabel="relative RMSE; 1: best guess without the model (blue: any attack, orange: unbiased, grey: attained)"
-    )
+    upper.axvline(1.0, color="black", linewidth=1, linestyle="--", label="best guess without the model")
+    upper.set(xlabel="relative RMSE")
+    figure.legend(*upper.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     upper.set_title(title)
     if any(1e3 < ratio < math.inf for _, ratio, _, _ in errors):
         upper.set_xscale("symlog", linthresh=1.0)
