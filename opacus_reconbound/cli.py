@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
-_MOST_HELD_OUT = 10_000  # records from which κ is estimated: all pairs are compared
+_MOST_HELD_OUT = 3000  # records from which κ is estimated: all pairs are compared
 
 app = typer.Typer(
     name="reconbound",

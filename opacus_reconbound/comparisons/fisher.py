@@ -33,6 +33,7 @@ from opacus_reconbound.leakage import Schedule, realised_sample_rate
 __all__ = ["FisherInformation", "fisher_information", "gaussian_prior_information", "van_trees_error"]
 
 _ROUNDING = 1e-9
+_LEAST_NOISE = 1e-100  # below it sums of 1/σ² overflow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,16 +86,17 @@ def fisher_information(schedule: Schedule, jacobian: ArrayLike) -> FisherInforma
     if not np.isfinite(matrix).all():
         raise DataError("Expected jacobian to be finite. Found NaN or infinity.")
     weight = math.fsum(
-        run.steps * realised_sample_rate(run.sample_rate) / run.noise_multiplier**2
-        if run.noise_multiplier > 1e-150
+        run.steps * realised_sample_rate(run.sample_rate) / run.noise_multiplier / run.noise_multiplier
+        if run.noise_multiplier > _LEAST_NOISE
         else math.inf
         for run in schedule
         if run.sample_rate > 0.0
     )
-    trace, largest = float((matrix**2).sum()), float(np.linalg.norm(matrix, 2)) ** 2
+    with np.errstate(over="ignore"):
+        trace, largest = float((matrix**2).sum()), float(np.square(np.linalg.norm(matrix, 2)))
     return FisherInformation(
-        trace=weight * trace * (1.0 + _ROUNDING) if trace else 0.0,
-        largest=weight * largest * (1.0 + _ROUNDING) if largest else 0.0,
+        trace=weight * trace * (1.0 + _ROUNDING) if weight and trace else 0.0,
+        largest=weight * largest * (1.0 + _ROUNDING) if weight and largest else 0.0,
         dimension=matrix.shape[1],
     )
 

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -43,7 +44,8 @@ ORDERS = (*range(2, 33), 40, 48, 64, 96, 128, 256, 512)
 _ROUNDING = 1e-12
 _EPSILON_ERROR = 0.01  # of the PRV accountant; a hundredth of the success at most
 _PRV_WORK = 3e4  # ε √steps times distinct steps; beyond it Opacus takes minutes, or more memory than there is
-_LEAST_NOISE = 1e-150  # below it 1/σ² overflows
+_LEAST_NOISE, _MOST_NOISE = 1e-100, 1e100  # beyond them 1/σ² or σ² overflows
+_LEAST_DELTA = 1e-8  # the PRV accountant computes in double precision: smaller ones drown in its rounding
 _CHUNK = 1 << 22  # distances at a time
 
 
@@ -80,7 +82,7 @@ def largest_success(schedule: Schedule, prior_success: float, *, prv: bool = Fal
             for reverse in (False, True)
         ]
         if prv:
-            found.append(_by_prv(runs, kappa, min(found)))
+            found.append(_by_prv(runs, kappa, min(found), divergences))
     return min(1.0, max(kappa, min(found) * (1.0 + _ROUNDING)))
 
 
@@ -100,7 +102,8 @@ def renyi_divergences(schedule: Schedule) -> dict[int, float]:
             q=run.sample_rate, noise_multiplier=run.noise_multiplier, steps=1, orders=[float(a) for a in ORDERS]
         )
         # sums of logarithms near 1: the error is absolute
-        total += (np.maximum(np.asarray(once), 0.0) * (1.0 + 1e-10) + 1e-13) * run.steps
+        with np.errstate(over="ignore"):
+            total += (np.maximum(np.asarray(once), 0.0) * (1.0 + 1e-10) + 1e-13) * run.steps
     return {1: bits_to_nats(schedule.charged_bits)} | dict(zip(ORDERS, total.tolist(), strict=True))
 
 
@@ -158,7 +161,7 @@ def _probability(name: str, value: float) -> float:
 def _charged(schedule: Schedule) -> list[Run]:
     """The runs that reveal anything, at the rates that the sampler realises."""
     return [
-        Run(realised_sample_rate(run.sample_rate), run.noise_multiplier, run.steps)
+        Run(realised_sample_rate(run.sample_rate), min(run.noise_multiplier, _MOST_NOISE), run.steps)
         for run in schedule
         if run.sample_rate > 0.0 and run.noise_multiplier < math.inf
     ]
@@ -200,16 +203,19 @@ def _first_above(function: Callable[[float], float], limit: float, low: float, h
     return high
 
 
-def _by_prv(runs: list[Run], kappa: float, known: float) -> float:
+def _by_prv(runs: list[Run], kappa: float, known: float, divergences: Mapping[int, float]) -> float:
     """The least of e^ε κ + δ with ε(δ) from above by Opacus's PRV accountant; 1 where it cannot compute it."""
-    worth = math.log(max(known, kappa) / kappa) + 1.0
-    if worth * math.sqrt(sum(run.steps for run in runs)) * len(set(runs)) > _PRV_WORK:
-        return 1.0
-    deltas = known * np.logspace(-4.0, 0.0, 49)
-    error = float(deltas[0]) / 1000.0
-    accountant = PRVAccountant()
-    accountant.history = [(run.noise_multiplier, run.sample_rate, run.steps) for run in runs]
     best = 1.0
+    deltas = np.unique(np.maximum(known * np.logspace(-4.0, 0.0, 49), _LEAST_DELTA))
+    error = float(deltas[0]) / 1000.0
+    steps: Counter[tuple[float, float]] = Counter()
+    for run in runs:
+        steps[run.noise_multiplier, run.sample_rate] += run.steps
+    by_rdp = min(value - math.log(error) / (order - 1) for order, value in divergences.items() if order > 1)
+    if not by_rdp * math.sqrt(steps.total()) * len(steps) <= _PRV_WORK:
+        return best
+    accountant = PRVAccountant()
+    accountant.history = [(sigma, q, count) for (sigma, q), count in steps.items()]
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         try:

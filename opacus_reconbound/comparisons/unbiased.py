@@ -5,8 +5,9 @@ replacing the record, every unbiased attack on a record in a box has
 
     MSE >= Σ_i diam_i² / (4 d (e^ε − 1))        per coordinate, diam_i the range of coordinate i.
 
-Derivation. For an unbiased ẑ and two records z, z' that differ in coordinate i alone, Cauchy and Schwarz give
-(z_i − z'_i)² <= Var_z(ẑ_i) χ²(P_z' ‖ P_z), and χ² = e^{D_2} − 1 <= e^ε − 1. From every z some z' is diam_i/2 away.
+Derivation. For an unbiased ẑ and any two records z, z' of the box, Cauchy and Schwarz give
+(z_i − z'_i)² <= Var_z(ẑ_i) χ²(P_z' ‖ P_z), and χ² = e^{D_2} − 1 <= e^ε − 1. From every z some z' is diam_i/2 away in
+coordinate i.
 
 Replacing moves the clipped gradient by up to 2 clipping norms, so ε is not Opacus's, which is for adding or removing.
 For a step with q and s = 1/σ², with P = (1−q) N(0) + q N(g), P' the same with g', and |g|, |g'| <= 1,
@@ -21,12 +22,12 @@ add up: ε = Σ ln(1 + χ²_t).
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
 from opacus_reconbound import _validate
+from opacus_reconbound.errors import DataError
 from opacus_reconbound.leakage import Schedule, realised_sample_rate
 
 __all__ = ["midpoint_error", "replacement_rdp", "unbiased_error_by_rdp"]
@@ -45,21 +46,18 @@ def replacement_rdp(schedule: Schedule) -> float:
         if run.sample_rate == 0.0 or run.noise_multiplier == math.inf:
             continue
         q = realised_sample_rate(run.sample_rate)
-        with np.errstate(over="ignore", divide="ignore"):
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             s = np.float64(run.noise_multiplier) ** -2.0
             near, far = 4.0 * np.sinh(s), np.expm1(4.0 * s)
-        if q == 1.0:
-            total += run.steps * float(4.0 * s)
-            continue
-        ways = (q * q / (1.0 - q) * near, q * q * ((1.0 - q) * near + q * far))
-        total += run.steps * math.log1p(float(min(ways)))
+            ways = () if q == 1.0 else (q * q / (1.0 - q) * near, q * q * ((1.0 - q) * near + q * far))
+        total += run.steps * (math.log1p(float(min(ways))) if ways else float(4.0 * s))
     return total * (1.0 + 1e-12)
 
 
 def unbiased_error_by_rdp(schedule: Schedule, peak: float) -> float:
     """A lower bound on the mean squared error per coordinate of every attack that is unbiased on a box.
 
-    It holds for no attack that uses knowledge of the source, nor even for one that clips its guess to the box: see
+    It says nothing of attacks that use knowledge of the source, nor even of one that clips its guess to the box: see
     ``midpoint_error``. It assumes Poisson sampling and an adversary who knows all other records.
 
     Args:
@@ -69,14 +67,14 @@ def unbiased_error_by_rdp(schedule: Schedule, peak: float) -> float:
     Returns:
         Squared data units, rounded down; inf where nothing is revealed (no unbiased attack exists).
     """
-    squared = _validate.positive("peak", peak) ** 2
+    side = _validate.positive("peak", peak)
     epsilon = replacement_rdp(schedule)
     if epsilon == 0.0:
         return math.inf
-    return squared / (4.0 * math.expm1(epsilon)) * (1.0 - 1e-12) if epsilon < 700.0 else 0.0
+    return side * side / (4.0 * math.expm1(epsilon)) * (1.0 - 1e-12) if epsilon < 700.0 else 0.0
 
 
-def midpoint_error(records: NDArray[Any], low: float, high: float) -> float:
+def midpoint_error(records: ArrayLike, low: float, high: float) -> float:
     """The mean squared error per coordinate of the adversary who ignores the model and guesses the midpoint.
 
     It is at most (high − low)²/4 on every record in the box, at any privacy level, where an unbiased bound may promise
@@ -91,5 +89,10 @@ def midpoint_error(records: NDArray[Any], low: float, high: float) -> float:
         Squared data units.
     """
     low, high = _validate.finite("low", low), _validate.finite("high", high)
-    values = np.asarray(records, dtype=np.float64)
+    try:
+        values = np.asarray(records, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"Expected records to be an array of numbers. {error}") from error
+    if values.size == 0 or not (values.min() >= low and values.max() <= high):
+        raise DataError(f"Expected records with entries in [{low:g}, {high:g}]. Found {_validate.shown(records)}.")
     return float(np.mean((values - 0.5 * (low + high)) ** 2))

@@ -158,3 +158,37 @@ def test_prior_success_of_a_uniform_law() -> None:
 def test_bad_input(call, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()
+
+
+# -- what the routes rest on -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("q", "sigma"), [(1 / 64, 0.8), (0.375, 1.0), (0.75, 3.0)])
+@pytest.mark.parametrize("order", [1, 2, 5])
+def test_the_divergences_bound_both_directions(q: float, sigma: float, order: int) -> None:
+    y = np.linspace(-15 * sigma, 15 * sigma + 10, 200_001)
+    without = norm.logpdf(y, 0, sigma)
+    with_record = np.logaddexp(math.log1p(-q) + without, math.log(q) + norm.logpdf(y, 1, sigma))
+
+    def divergence(first: np.ndarray, second: np.ndarray) -> float:
+        if order == 1:
+            return float((np.exp(first) * (first - second)).sum() * (y[1] - y[0]))
+        return math.log(np.exp(order * first + (1 - order) * second).sum() * (y[1] - y[0])) / (order - 1)
+
+    bound = renyi_divergences(constant(q, sigma))[order]
+    assert divergence(with_record, without) == pytest.approx(bound, rel=1e-6)
+    assert divergence(without, with_record) < bound
+
+
+def test_equal_runs_apart_are_one_for_the_prv_accountant() -> None:
+    parts = constant(0.02, 1.0, 50) + constant(0.05, 3.0, 10) + constant(0.02, 1.0, 50)
+    together = constant(0.02, 1.0, 100) + constant(0.05, 3.0, 10)
+    found = largest_success(parts, 0.01, prv=True)
+    assert found == pytest.approx(largest_success(together, 0.01, prv=True), rel=1e-9)
+    assert largest_success(constant(0.02, 1.0, 100), 0.01, prv=True) < found < largest_success(parts, 0.01)
+
+
+@pytest.mark.parametrize("sigma", [1e-99, 1e99, 1e200])
+def test_no_overflow(sigma: float) -> None:
+    expected = 1.0 if sigma < 1 else 0.1
+    assert largest_success(constant(0.3, sigma, 2**53), 0.1, prv=True) == pytest.approx(expected, abs=0.2)

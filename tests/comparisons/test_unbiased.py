@@ -170,6 +170,8 @@ def test_van_trees_without_information_is_the_prior_variance() -> None:
     [
         (lambda: unbiased_error_by_rdp(Schedule(), 0.0), InvalidValueError, "peak > 0"),
         (lambda: midpoint_error(np.zeros(3), math.nan, 1.0), InvalidValueError, "low"),
+        (lambda: midpoint_error([0.5, 1.5], 0.0, 1.0), DataError, r"entries in \[0, 1\]"),
+        (lambda: midpoint_error(["x"], 0.0, 1.0), DataError, "numbers"),
         (lambda: fisher_information(Schedule(), [1.0, 2.0]), DataError, r"shape \(p, d\)"),
         (lambda: fisher_information(Schedule(), [[math.inf]]), DataError, "finite"),
         (lambda: fisher_information(Schedule(), [["x"]]), DataError, "numbers"),
@@ -180,3 +182,11 @@ def test_van_trees_without_information_is_the_prior_variance() -> None:
 def test_bad_input(call, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()
+
+
+@pytest.mark.parametrize("sigma", [1e-200, 1e-3, 1e99, 1e200])
+def test_no_overflow(sigma: float) -> None:
+    for q in (1e-9, 0.5, 1.0):
+        schedule = constant(q, sigma, 2**53)
+        assert unbiased_error_by_rdp(schedule, 1e200) >= 0.0
+        assert fisher_information(schedule, [[1e200]]).unbiased_error >= 0.0
