@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from opacus_reconbound.leakage import Schedule
 
 __all__ = ["app", "main"]
+
+_MOST_HELD_OUT = 3000  # records from which κ is estimated: all pairs are compared
 
 app = typer.Typer(
     name="reconbound",
@@ -738,6 +740,120 @@ def audit(
         raise typer.Exit(1)
 
 
+@app.command(short_help="Other published bounds beside ρ*, for one schedule.")
+def compare(
+    certificate: Certificate,
+    sample_rate: Annotated[float, _RATE],
+    noise_multiplier: Annotated[float, _NOISE],
+    steps: Annotated[int, _STEPS],
+    prior_success: Annotated[
+        float | None,
+        typer.Option(
+            parser=_number,
+            metavar="KAPPA",
+            help="κ, with which the best guess without the model comes as near as is meant: adds reconstruction "
+            "robustness.",
+        ),
+    ] = None,
+    held_out: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DATA",
+            show_default=False,
+            help="Estimate κ from these records of the certificate's source (pixels only), uncertified; needs "
+            "--within. Repeatable.",
+        ),
+    ] = None,
+    within: Annotated[
+        float | None,
+        typer.Option(parser=_number, metavar="RMSE", help="The distance meant, for --held-out: RMSE per coordinate."),
+    ] = None,
+    candidates: Annotated[
+        int | None,
+        typer.Option(
+            parser=_whole, metavar="N", help="Values that a record can take: adds Fano's bound on exact recovery."
+        ),
+    ] = None,
+    entropy_bits: Annotated[
+        float | None,
+        typer.Option(parser=_number, metavar="BITS", help="Entropy of the record, for that.  [default: log2 N]"),
+    ] = None,
+    jacobian: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.npy",
+            help="Derivative of the clipped gradient over the clipping norm by the record, gradient × record: adds "
+            "Fisher information and van Trees.",
+        ),
+    ] = None,
+    prv: Annotated[
+        bool, typer.Option("--prv", help="Tighten reconstruction robustness by the PRV accountant, in seconds.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the bounds into this file: .png, .svg or .pdf.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """ρ* and other published bounds on reconstruction for one schedule, each with what it assumes.
+
+    \b
+    Example:
+      reconbound compare mnist.json -q 0.02 -s 1.1 -t 4900 --prior-success 0.01 --candidates 1000
+    """  # noqa: D301 - \b keeps the lines of the example
+    from opacus_reconbound.comparisons import compare as all_bounds
+    from opacus_reconbound.leakage import Schedule
+
+    source = _load(certificate)
+    run = Schedule.constant(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=_checked_steps(steps))
+    if plot is not None:
+        plots = _need("matplotlib", "report")
+        plots.check_picture(plot)
+    if held_out:
+        if prior_success is not None:
+            raise InvalidValueError("Give either --prior-success or --held-out, from which it is estimated, not both.")
+        prior_success = _estimated_prior(source, held_out, within)
+    elif within is not None:
+        raise InvalidValueError("--within goes with --held-out: the records from which κ is estimated.")
+    rows = all_bounds(
+        run,
+        source,
+        prior_success=prior_success,
+        candidates=candidates,
+        entropy_bits=entropy_bits,
+        jacobian=None if jacobian is None else _matrix(jacobian),
+        prv=prv,
+    )
+    if plot is not None:
+        plots.plot_comparisons(
+            plot,
+            errors=[(row.name, row.ratio, row.bounds, row.attacks) for row in rows if row.ratio is not None],
+            successes=[(row.name, row.value) for row in rows if row.bounds == "largest success"],
+        )
+    if as_json:
+        _print_json({"leakage_bits": run.charged_bits, "comparisons": [vars(row) for row in rows]})
+        return
+    cells = [("bound", "ratio", "value", "of", "attacks", "confidence")]
+    for row in rows:
+        shown = up3 if row.bounds != "least error" else down3
+        confidence = "none" if row.confidence is None else f"{row.confidence:g}"
+        ratio = "" if row.ratio is None else _shown(row.ratio, shown)
+        cells.append((row.name, ratio, _shown(row.value, shown), row.bounds, row.attacks, confidence))
+    _print_table(cells)
+    typer.echo(
+        f"At {up3(run.charged_bits)} bits. Errors are RMSE per coordinate, in data units; the ratio is to the best "
+        "guess without the model, whose own ratio is 1. Successes are probabilities."
+    )
+    bounds = [set(row.assumptions) for row in rows if row.bounds != "attained error"]
+    shared = set.intersection(*bounds) if len(bounds) > 1 else set()
+    for assumption in sorted(shared):
+        typer.echo(f"All bounds assume: {assumption}. Besides:")
+    for row in rows:
+        rest = "".join(f"; {assumption}" for assumption in row.assumptions if assumption not in shared)
+        typer.echo(f"  - {row.name}: {row.source}; prior: {row.prior}{rest}.")
+    if plot is not None:
+        typer.echo(f"Wrote {plot}.")
+
+
 @app.command(short_help="What all runs on the same records reveal together.")
 def ledger(
     path: Annotated[Path, typer.Argument(metavar="LEDGER", help="A file that accountants were charged to.")],
@@ -902,6 +1018,47 @@ def _pairs(text: str) -> dict[str, str]:
     return {key: value.strip() for key, (_, _, value) in zip(keys, pairs, strict=True)}
 
 
+def _estimated_prior(source: SourceCertificate, held_out: Sequence[str], within: float | None) -> float:
+    """κ of some records within a distance per coordinate, for a certificate of pixels."""
+    import numpy as np
+
+    from opacus_reconbound._files import open_records
+    from opacus_reconbound.certificates.records import SelectedRecords
+    from opacus_reconbound.comparisons import prior_success
+
+    described = source.representation
+    if within is None:
+        raise InvalidValueError("--held-out needs --within, the distance that is meant.")
+    if described.name != "pixels":
+        raise InvalidValueError(
+            f"--held-out estimates κ in pixels, but the certificate is about {described.name}. Give --prior-success; "
+            "opacus_reconbound.comparisons.prior_success estimates it from vectors."
+        )
+    records = SelectedRecords(open_records(held_out))
+    if math.prod(records.record_shape) != described.dimension:
+        raise DataError(
+            f"The held-out records have shape {records.record_shape}, those of the certificate "
+            f"{described.record_shape}."
+        )
+    if len(records) > _MOST_HELD_OUT:
+        spread = np.linspace(0, len(records) - 1, _MOST_HELD_OUT).round().astype(np.intp)
+        records = SelectedRecords(open_records(held_out), spread)
+    values = np.concatenate([np.asarray(chunk) for chunk in records.chunks(1024)])
+    return prior_success(values, _validate.positive("--within", within) * math.sqrt(described.dimension))
+
+
+def _matrix(path: Path) -> Any:
+    import numpy as np
+
+    try:
+        found = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise DataError(f"{path} holds no array of numbers. Save the Jacobian with numpy.save. {error}") from error
+    if not isinstance(found, np.ndarray):
+        raise DataError(f"{path} holds several arrays. Save the Jacobian alone, with numpy.save.")
+    return found
+
+
 def _need(package: str, extra: str) -> Any:
     try:
         __import__(package)
@@ -976,6 +1133,10 @@ def _print_json(value: Any) -> None:
 
     letters = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
     typer.echo(json.dumps(plain(value), indent=1, ensure_ascii=not letters, allow_nan=False))
+
+
+def _shown(value: float, shown: Callable[[float], str]) -> str:
+    return shown(value) if math.isfinite(value) else "inf"
 
 
 def _up_six(value: float) -> float:

@@ -39,11 +39,12 @@ from opacus_reconbound.certificates.plan import SplitPlan
 from opacus_reconbound.certificates.scale import TraceScale
 from opacus_reconbound.certificates.split import SampleSummary, split_indices
 from opacus_reconbound.cli import main
+from opacus_reconbound.comparisons import compare, prior_success
 
 MODULE = importlib.import_module("opacus_reconbound.certificates.certify")  # the package has a function of that name
 ROOT = Path(__file__).resolve().parent.parent
 DIGITS = load_digits().images.astype(np.uint8)[np.random.default_rng(0).permutation(1797)][:700]
-COMMANDS = ("certify", "inspect", "bound", "calibrate", "plan", "audit", "ledger", "demo")
+COMMANDS = ("certify", "inspect", "bound", "calibrate", "plan", "audit", "compare", "ledger", "demo")
 
 CERTIFICATE = SourceCertificate(
     designs=(
@@ -481,6 +482,64 @@ def test_plan(run: Runner, tmp_path: Path) -> None:
     assert 0 < run("plan c.json -q 0.1 -s 1 -t 10 --prv --json").json["epsilon_prv"] < shown["last_epsilon"]
     assert "by PRV, at δ = 0.0001" in run("plan c.json -q 0.1 -s 1 -t 10 --prv --delta 1e-4").out
     assert len({len(line.split("  <-")[0]) for line in text.splitlines()[:12]}) == 1, "columns are not aligned"
+
+
+COMPARE = "compare c.json -q 0.02 -s 1.1 -t 1000"
+
+
+def test_compare(run: Runner, folder: Path) -> None:
+    np.save(folder / "jacobian.npy", 0.05 * np.eye(64))
+    np.save(folder / "narrow.npy", np.eye(3))
+    found = run(
+        f"{COMPARE} --prior-success 0.01 --candidates 1000 --entropy-bits 9 --jacobian jacobian.npy --json"
+    ).json
+    schedule = Schedule.constant(sample_rate=0.02, noise_multiplier=1.1, steps=1000)
+    expected = compare(
+        schedule, CERTIFICATE, prior_success=0.01, candidates=1000, entropy_bits=9.0, jacobian=0.05 * np.eye(64)
+    )
+    assert found["leakage_bits"] == schedule.charged_bits
+    assert found["comparisons"] == json.loads(json.dumps([vars(row) for row in expected]))
+    text = run(f"{COMPARE} --prior-success 0.01 --candidates 1000 --jacobian jacobian.npy").out
+    for row in expected:
+        assert f"  - {row.name}: {row.source}; prior: {row.prior.split(',')[0]}" in text
+    assert text.count("Poisson sampling") == 1
+    first = text.split("\n")[1]
+    assert first.startswith("certificate (this library)")
+    assert f"{math.floor(CERTIFICATE.bound(schedule.charged_bits).rho * 1000) / 1000:.3f}" in first
+    assert re.search(
+        r"^unbiased, by RDP of order 2 .* inf  +inf ", run("compare c.json -q 0 -s 1 -t 9").out, re.MULTILINE
+    )
+    run.error(f"{COMPARE} --jacobian narrow.npy", "64 columns")
+    run.error(f"{COMPARE} --jacobian two.npz", "several arrays")
+    run.error(f"{COMPARE} --jacobian c.json", "no array of numbers")
+    run.error(f"{COMPARE} --entropy-bits 3", "needs candidates")
+    run.error(f"{COMPARE} --prior-success 2", "prior_success in")
+
+
+def test_compare_estimates_the_prior_success(run: Runner) -> None:
+    def success(options: str) -> Any:
+        rows = run(f"{COMPARE} --json {options}").json["comparisons"]
+        return next(row for row in rows if row["name"] == "reconstruction robustness")
+
+    kappa = prior_success(DIGITS[:200], 3.0 * 8)  # 64 coordinates
+    assert 0.005 < kappa < 1
+    by_data, by_value = success("--held-out a.npy --within 3"), success(f"--prior-success {kappa}")
+    assert by_data == by_value
+    assert by_data["confidence"] is None
+    assert success("--prior-success 0.1 --prv")["value"] < success("--prior-success 0.1")["value"]
+    run.error(f"{COMPARE} --held-out a.npy", "needs --within")
+    run.error(f"{COMPARE} --within 3", "goes with --held-out")
+    run.error(f"{COMPARE} --held-out a.npy --within 3 --prior-success 0.1", "not both")
+    run.error(f"{COMPARE} --held-out wide.npy --within 3", r"\(9, 9\)")
+
+
+def test_compare_draws(run: Runner, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "bounds.png"
+    assert f"Wrote {path}." in run(f"{COMPARE} --prior-success 0.01 --plot {path}").out
+    with Image.open(path) as drawn:
+        assert drawn.size[0] > 800
+    run.error(f"{COMPARE} --plot {tmp_path / 'bounds.txt'}", "picture format")
 
 
 def test_plan_of_a_huge_number_of_steps(run: Runner) -> None:

@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 
 import opacus_reconbound
+import opacus_reconbound.comparisons
 import opacus_reconbound.errors
 import opacus_reconbound.lightning
 import opacus_reconbound.pytorch_lightning
@@ -190,6 +191,7 @@ def public_names() -> set[str]:
     names |= {"opacus_reconbound.report.lightning.TrainingReport"}
     kinds = set(opacus_reconbound.representations.__all__) - {"KINDS", *top}
     names |= {f"opacus_reconbound.representations.{name}" for name in kinds}
+    names |= {f"opacus_reconbound.comparisons.{name}" for name in opacus_reconbound.comparisons.__all__}
     names |= {f"opacus_reconbound.certificates.designs.{name}" for name in ("BlockDesign", "ReplicaDesign")}
     return names | {
         f"opacus_reconbound.certificates.{name}"

@@ -1,8 +1,9 @@
-"""ρ* against the step, of a plan and of a run; ρ* against the leakage, of several representations."""
+"""ρ* against the step, of a plan and of a run; against the leakage, of several representations; beside other bounds."""
 
 from __future__ import annotations
 
 import io
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from opacus_reconbound.errors import InvalidValueError
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-__all__ = ["check_picture", "plot_plan", "plot_representations", "plot_run", "run_figure", "save"]
+__all__ = ["check_picture", "plot_comparisons", "plot_plan", "plot_representations", "plot_run", "run_figure", "save"]
 
 _FORMATS = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 _RHO = "ρ*, lower bound on any attack's relative RMSE"
@@ -163,6 +164,61 @@ def plot_representations(
             cell.imshow(picture, cmap="gray", interpolation="nearest")
     for cell in grid.flat:
         cell.set(xticks=[], yticks=[], frame_on=False)
+    return save(figure, path)
+
+
+def plot_comparisons(
+    path: str | os.PathLike[str],
+    *,
+    errors: Sequence[tuple[str, float, str, str]],
+    successes: Sequence[tuple[str, float]] = (),
+    title: str = "Bounds on reconstruction, one schedule",
+) -> Path:
+    """Draw bounds on the error on the axis of ρ*, with the best guess without the model at 1, and bounds on success.
+
+    Args:
+        path: of the picture.
+        errors: name, error over that of the best guess, what it bounds ("least error" or another) and which attacks
+            ("any" or "unbiased"); an infinite one is named and has no bar.
+        successes: name and probability.
+        title: over the picture.
+
+    Returns:
+        The path written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.5, 1.6 + 0.5 * (len(errors) + len(successes))), layout="constrained")
+    FigureCanvasAgg(figure)
+    rows = [max(1, len(errors)), *([len(successes)] if successes else [])]
+    parts = figure.subplots(len(rows), 1, height_ratios=rows, squeeze=False)[:, 0]
+    upper = parts[0]
+    kinds = {
+        ("least error", "any"): (_BLUE, "least error of any attack"),
+        ("least error", "unbiased"): (_ORANGE, "of unbiased attacks only"),
+    }
+    labelled: set[str] = set()
+    for place, (_, ratio, bounds, attacks) in enumerate(errors):
+        colour, label = kinds.get((bounds, attacks), (_GREY, "attained without the model"))
+        if math.isfinite(ratio):
+            upper.barh(place, ratio, color=colour, height=0.6, label="" if label in labelled else label)
+            labelled.add(label)
+    upper.set_yticks(range(len(errors)), [name if math.isfinite(r) else f"{name} (∞)" for name, r, _, _ in errors])
+    upper.axvline(1.0, color="black", linewidth=1, linestyle="--", label="best guess without the model")
+    upper.set(xlabel="relative RMSE")
+    figure.legend(*upper.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    upper.set_title(title)
+    if any(1e3 < ratio < math.inf for _, ratio, _, _ in errors):
+        upper.set_xscale("symlog", linthresh=1.0)
+    if successes:
+        parts[1].barh(range(len(successes)), [value for _, value in successes], color=_GREEN, height=0.6)
+        parts[1].set_yticks(range(len(successes)), [name for name, _ in successes])
+        parts[1].set(xlabel="largest probability of success, any attack", xlim=(0, 1))
+    for axes in parts:
+        axes.invert_yaxis()
+        axes.grid(alpha=0.25, axis="x")
+        axes.set_axisbelow(True)
     return save(figure, path)
 
 

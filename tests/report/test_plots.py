@@ -17,6 +17,7 @@ pytest.importorskip("matplotlib")
 from opacus_reconbound.report import plots
 
 BLUE, ORANGE = (0x1F, 0x5F, 0xA8), (0xC8, 0x64, 0x1A)
+GREEN = (0x2E, 0x7D, 0x4F)
 BLUE_LINE, ORANGE_LINE = (0x1F, 0x77, 0xB4), (0xFF, 0x7F, 0x0E)  # matplotlib's first two
 STEPS = list(range(0, 401, 10))
 PLAN: dict[str, Any] = {
@@ -48,6 +49,20 @@ def test_a_plan(tmp_path: Path) -> None:
     assert pixels(plain).shape == pixels(marked).shape == (630, 1050, 3)
     assert count(plain, BLUE) > 500
     assert count(marked, (0, 0, 0)) > count(plain, (0, 0, 0))
+
+
+def test_comparisons(tmp_path: Path) -> None:
+    errors = [("ours", 0.8, "least error", "any"), ("theirs", 0.9, "least error", "unbiased")]
+    one = plots.plot_comparisons(tmp_path / "one.png", errors=errors[:1])
+    both = plots.plot_comparisons(tmp_path / "both.png", errors=errors, successes=[("near", 0.4)])
+    endless = plots.plot_comparisons(tmp_path / "inf.png", errors=[*errors[:1], ("x", math.inf, "least error", "any")])
+    assert min(count(path, BLUE) for path in (one, both, endless)) > 500
+    assert count(one, ORANGE) == count(endless, ORANGE) == 0
+    assert count(both, ORANGE) > 500
+    assert count(both, GREEN) > 500
+    wide = plots.plot_comparisons(tmp_path / "wide.png", errors=[*errors[:1], ("far", 1e9, "least error", "any")])
+    assert count(wide, BLUE) > 100
+    plots.plot_comparisons(tmp_path / "none.png", errors=[])
 
 
 def test_a_run(tmp_path: Path) -> None:
