@@ -29,8 +29,8 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 _MOST_BITS = 10
-_ROUNDS = 4  # of balancing and taking means
-_SWEEPS = 30  # of one balancing, at each temperature
+_ROUNDS = 3  # of balancing and taking means
+_SWEEPS = 20  # of one balancing, at each temperature
 _COLDEST = 0.03  # temperature, in units of the median squared distance to the nearest centre
 _COOLING = 0.3
 
@@ -128,11 +128,11 @@ def fit_codebook(sample: ArrayLike, rate_bits: int, *, balanced: bool = True, se
     centres = np.asarray(KMeans(count, n_init=3, random_state=seed).fit(vectors).cluster_centers_, dtype=np.float64)
     offsets = np.zeros(count)
     if balanced and count > 1:
-        for round_ in range(_ROUNDS):
+        for _ in range(_ROUNDS):
             distances = _distances(vectors, centres)
-            offsets = _balance(distances, offsets, again=round_ > 0)
+            offsets = _balance(distances, offsets)
             centres = _means(vectors, np.argmin(distances - offsets, axis=1), centres)
-        offsets = _balance(_distances(vectors, centres), offsets, again=True)
+        offsets = _balance(_distances(vectors, centres), offsets)
     cells = np.argmin(_distances(vectors, centres) - offsets, axis=1)
     return Codebook(
         centres=centres,
@@ -204,21 +204,14 @@ def _means(vectors: Array, cells: Indices, centres: Array) -> Array:
     return means
 
 
-def _balance(distances: Array, offsets: Array, *, again: bool) -> Array:
-    """λ with cells {‖z − c_j‖² − λ_j least} of about equal size: Sinkhorn's updates at falling temperatures.
-
-    Args:
-        distances: (n, K), squared.
-        offsets: (K,), λ to start from.
-        again: whether they are nearly right, so that the last two temperatures suffice.
-    """
+def _balance(distances: Array, offsets: Array) -> Array:
+    """λ with cells {‖z − c_j‖² − λ_j least} of about equal size: Sinkhorn's updates at falling temperatures."""
     n, count = distances.shape
     nearest = distances.min(axis=1)
     if not nearest.any():
         return offsets
     coldest = _COLDEST * float(np.median(nearest[nearest > 0]))
-    cooler = 1 if again else math.ceil(math.log(coldest / float(distances.mean()), _COOLING))
-    for power in range(max(1, cooler), -1, -1):
+    for power in range(max(1, math.ceil(math.log(coldest / float(distances.mean()), _COOLING))), -1, -1):
         temperature = coldest / _COOLING**power
         scores = (offsets - distances) / temperature
         kernel = np.exp(scores - scores.max(axis=1, keepdims=True))
