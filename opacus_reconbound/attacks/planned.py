@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from opacus_reconbound.certificates.certificate import ReconstructionBound, Sour
 from opacus_reconbound.certificates.devices import host_by_default, rows_at_once
 from opacus_reconbound.certificates.plan import Role, SplitPlan
 from opacus_reconbound.certificates.records import Records, as_source
+from opacus_reconbound.errors import OverlapError
 from opacus_reconbound.representations import Representation
 
 __all__ = ["PlannedAttack", "attack_plan", "role_vectors"]
@@ -39,7 +41,9 @@ class PlannedAttack:
         """
         errors = self.attack.mean
         difference = errors.mse - self.bound.mse
-        return float(np.divide(difference, errors.mse_standard_error))
+        if errors.mse_standard_error == 0:
+            return math.copysign(math.inf, difference)
+        return difference / errors.mse_standard_error
 
 
 def role_vectors(
@@ -74,8 +78,8 @@ def attack_plan(
 ) -> PlannedAttack:
     """Attack the plan's targets with its shadow records as candidates, and read the certificate at the same leakage.
 
-    The centre of the model's inputs is the mean of the shadow records. Where the plan has a role ``reference``, it must
-    be the certificate's, so that no target lies in it.
+    The centre of the model's inputs is the mean of the shadow records, so none of them may be trained on. Where the plan
+    has a role ``reference``, it must be the certificate's, so that no target lies in it.
 
     Args:
         data: all records, those that the plan was made with.
@@ -88,11 +92,17 @@ def attack_plan(
         seed: of the releases.
 
     Raises:
-        OverlapError: targets among the shadow or reference records.
+        OverlapError: targets among the shadow or reference records, or shadow records in D_train.
         DataError: data or reference sample are not those of the plan.
         CertificateError: the certificate is about another representation.
     """
     plan.check_attack()
+    shared = plan.overlap("train", "shadow")
+    if len(shared):
+        raise OverlapError(
+            f"{shared}. The model's inputs are centred by the shadow records' mean, which must not depend on records "
+            "that are trained on. Plan shadow records outside D_train."
+        )
     plan.check_data(data)
     certificate.check_representation(representation)
     if "reference" in plan.roles:

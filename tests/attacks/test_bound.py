@@ -7,7 +7,9 @@ below, with a probability of about 0.001. The bounds themselves hold with 95 % c
 from __future__ import annotations
 
 import functools
+import math
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -114,6 +116,15 @@ def test_an_attack_that_has_seen_its_targets_is_refused(certificates: dict[str, 
         attack_plan(IMAGES, cheating, certificates["replica"], PSI, leakage_bits=8.01, threat=FULL_BATCH)
 
 
+def test_a_centre_that_depends_on_the_training_records_is_refused(certificates: dict[str, SourceCertificate]) -> None:
+    trained = SplitPlan.of(IMAGES, roles(train=ORDER[1400:]))
+    trained.check_attack()  # the candidates alone might be
+    with pytest.raises(OverlapError, match=r"D_train and D_shadow share 100 record.*outside D_train"):
+        attack_plan(IMAGES, trained, certificates["replica"], PSI, leakage_bits=1.0, threat=FULL_BATCH)
+    apart = SplitPlan.of(IMAGES, roles(train=ORDER[1500:]))
+    assert attack_plan(IMAGES, apart, certificates["replica"], PSI, leakage_bits=1.0, threat=FULL_BATCH).excess > 0
+
+
 def test_what_does_not_belong_together_is_refused(plan: SplitPlan, certificates: dict[str, SourceCertificate]) -> None:
     keep: dict[str, Any] = {"leakage_bits": 1.0, "threat": FULL_BATCH}
     with pytest.raises(CertificateError, match="not about"):
@@ -142,6 +153,8 @@ def test_the_excess_is_in_standard_errors(plan: SplitPlan, certificates: dict[st
     errors = bootstrap_errors(found.attack.mean.squared, certificates["replica"].trace.reference, seed=2)
     assert errors.mse_standard_error == found.attack.mean.mse_standard_error
     assert found.excess == pytest.approx((errors.mse - found.bound.mse) / errors.mse_standard_error)
+    equal = replace(found.attack, mean=bootstrap_errors([1.0, 1.0], 1.0))
+    assert PlannedAttack(attack=equal, bound=found.bound).excess == -math.inf
 
 
 def test_opacus_releases_these_residuals() -> None:
