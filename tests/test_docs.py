@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 
 import opacus_reconbound
+import opacus_reconbound.attacks
 import opacus_reconbound.comparisons
 import opacus_reconbound.errors
 import opacus_reconbound.lightning
@@ -189,6 +190,7 @@ def public_names() -> set[str]:
     names |= {f"opacus_reconbound.errors.{name}" for name in opacus_reconbound.errors.__all__ if name not in top}
     names |= {f"opacus_reconbound.lightning.{name}" for name in opacus_reconbound.lightning.__all__}
     names |= {"opacus_reconbound.report.lightning.TrainingReport"}
+    names |= {f"opacus_reconbound.attacks.{name}" for name in opacus_reconbound.attacks.__all__}
     kinds = set(opacus_reconbound.representations.__all__) - {"KINDS", *top}
     names |= {f"opacus_reconbound.representations.{name}" for name in kinds}
     names |= {f"opacus_reconbound.comparisons.{name}" for name in opacus_reconbound.comparisons.__all__}

@@ -36,6 +36,10 @@ def project() -> dict[str, Any]:
             "calibrate_steps calibrate_sample_rate calibrate_batch_size Epsilon",
         ),
         ("opacus_reconbound.certificates.designs", "BlockDesign ReplicaDesign"),
+        (
+            "opacus_reconbound.attacks",
+            "attack_plan attack_prior_aware attack_codebook Threat FULL_BATCH SUBSAMPLED fit_codebook log_likelihoods",
+        ),
         ("opacus_reconbound.lightning", "ReconstructionBoundCallback private_optimizer"),
         ("opacus_reconbound.pytorch_lightning", "ReconstructionBoundCallback private_optimizer"),
         (
