@@ -72,7 +72,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
                 label="bound on the mean, 95 % confidence" if place == 0 else None,
             )
     axes.set(xticks=range(len(BITS)), xticklabels=[f"{bits:g}" for bits in BITS], ylim=(0, None))
-    axes.set(xlabel="leakage γ in bits", ylabel="ρ", title="MNIST pixels: 100 targets, their mean (± 2 standard errors)")
+    axes.set(
+        xlabel="leakage γ in bits", ylabel="ρ", title="MNIST pixels: 100 targets, their mean (± 2 standard errors)"
+    )
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     figure.savefig(path)
