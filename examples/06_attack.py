@@ -46,7 +46,7 @@ plan = SplitPlan.of(
 )
 plan.check_attack()
 perp, est = plan.select(images, "reference"), plan.select(images, "estimation")
-certificate = certify(perp, est, representation=Pixels(value_range=(0, 16)), splits=plan)
+certificate = certify(perp, est, representation=Pixels(value_range=(0, 16)), designs="all", splits=plan)
 variance = certificate.trace.reference
 
 train, pool = images[plan.indices("train")], images[plan.indices("shadow")]
@@ -88,9 +88,8 @@ def attack(target: int, sums: np.ndarray, members: np.ndarray, q: float, sigma: 
     return softmax(log_likelihoods(residuals, candidates, sample_rate=q, noise_multiplier=sigma)) @ pool
 
 
-print(
-    f"{'threat':>22}  {'bits':>5}  {'sigma':>5}  {'bound':>6}  {'attack':>6}  (root mean squared errors, relative: ρ*, ρ)"
-)
+print("Root mean squared errors, relative to that of the best guess without the model: ρ* and ρ.")
+print(f"{'release':>22}  {'bits':>5}  {'sigma':>5}  {'bound':>6}  {'attack':>6}")
 torch.manual_seed(0)
 pictures = {"original": list(train[groups[0, :8]])}
 for threat in (Threat(1.0, 1), Threat(0.02, 100)):

@@ -78,8 +78,8 @@ def attack_plan(
 ) -> PlannedAttack:
     """Attack the plan's targets with its shadow records as candidates, and read the certificate at the same leakage.
 
-    The centre of the model's inputs is the mean of the shadow records, so none of them may be trained on. Where the plan
-    has a role ``reference``, it must be the certificate's, so that no target lies in it.
+    The centre of the model's inputs is the mean of the shadow records, so none of them may be trained on. Where the
+    plan has a role ``reference``, it must be the certificate's, so that no target lies in it.
 
     Args:
         data: all records, those that the plan was made with.
