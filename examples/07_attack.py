@@ -4,7 +4,7 @@ The model is linear in its weights, so that a record's gradient is the record it
 sees every noisy update, knows all other records and the batches that they were in, and holds 1,000 more of the source.
 
 Data: scikit-learn's 1,797 handwritten digits (8 × 8 pixels, grey levels 0 to 16), nothing is downloaded.
-Run: python examples/06_attack.py [--picture attack.png]
+Run: python examples/07_attack.py [--picture attack.png]
 """
 
 import argparse
