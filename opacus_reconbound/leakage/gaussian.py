@@ -53,6 +53,7 @@ _SEPARATION = 10.5  # standard deviations between the kink of the logarithm and 
 _CHUNK_ELEMENTS = 1 << 15  # of float64: what fits into the cache of one core
 _BATCH = 32  # from here on one vectorised evaluation is cheaper than cached single ones
 _CELLS = 16  # of the grid of ``step_ceiling``, between two powers of two
+_SUBNORMAL = 1e-320  # bits; some thousand roundings of numbers below 2e-308
 _NOISE = 1e-9  # relative; the quadrature's error estimates, which a charge includes, are a hundredth of it at most
 
 
@@ -193,9 +194,9 @@ def _step_kl_flat(q: Floats, sigma: Floats) -> tuple[Floats, Floats]:
     rest = np.flatnonzero(active & (sigma > 0) & (q < 1))
     if rest.size:
         r, s = q[rest], sigma[rest]
-        with np.errstate(over="ignore"):
-            kink = _kink(r, s)
-            apart = (kink > _SEPARATION) & (1.0 / s - kink > _SEPARATION)
+        with np.errstate(over="ignore", invalid="ignore"):
+            kink, shift = _kink(r, s), 1.0 / s
+            apart = np.isinf(shift) | ((kink > _SEPARATION) & (shift - kink > _SEPARATION))
         far, near = rest[apart], rest[~apart]
         if far.size:
             with np.errstate(over="ignore"):
@@ -315,7 +316,7 @@ def step_ceiling(sample_rate: float, noise_multiplier: float) -> float:
     q = math.ldexp(math.ceil(2 * _CELLS * mantissa) / (2 * _CELLS), exponent)
     mantissa, exponent = math.frexp(noise_multiplier)
     sigma = math.ldexp(math.floor(2 * _CELLS * mantissa) / (2 * _CELLS), exponent)
-    return step_charge(min(1.0, q), sigma)[1] * (1.0 + _NOISE)
+    return step_charge(min(1.0, q), sigma)[1] * (1.0 + _NOISE) + _SUBNORMAL
 
 
 def step_charges(sample_rates: Sequence[float], noise_multipliers: Sequence[float]) -> Iterable[tuple[float, float]]:

@@ -32,7 +32,7 @@ from typing import Any
 from opacus_reconbound import _validate
 from opacus_reconbound.errors import InvalidValueError, LedgerError
 from opacus_reconbound.leakage.exact import ExactSum
-from opacus_reconbound.leakage.gaussian import step_charge, step_charges
+from opacus_reconbound.leakage.gaussian import step_ceiling, step_charge, step_charges
 from opacus_reconbound.leakage.schedule import Run, Schedule
 
 __all__ = ["Ledger", "LedgerRun", "LedgerSession"]
@@ -397,6 +397,9 @@ class Ledger:
 class LedgerSession:
     """The steps of one run in one process: reserved before they are taken, settled afterwards.
 
+    Well within the reservation and the budget a step is admitted by an upper bound on its charge, which is cheap. Only
+    where that bound meets either, the exact sum decides, as it would at every step; what is written is always exact.
+
     Safe to share between threads; a forked process continues in a session of its own.
 
     Attributes:
@@ -418,8 +421,10 @@ class LedgerSession:
         self._id = uuid.uuid4().hex
         self._granted = 0.0  # bits that are reserved on the file
         self._pending: list[Entry] = []  # steps taken within them
-        self._pending_bits = ExactSum()
-        self._base: tuple[int, ExactSum] | None = None
+        self._pending_bits = ExactSum()  # of the first of them,
+        self._summed = (0, 0)  # so many entries, and so many steps of the last of these
+        self._ceiling = 0.0  # an upper bound on the bits of all of them
+        self._base: tuple[int, ExactSum, float] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LedgerSession:
         return self  # two copies must not spend one reservation
@@ -451,15 +456,18 @@ class LedgerSession:
         """
         with self._lock:
             self._after_fork()
-            bits = step_charge(sample_rate, noise_multiplier)[1]
-            if not self._covers(bits, budget_bits) and not self._reserve(bits, budget_bits):
-                return False
+            ceiling = _above(self._ceiling + step_ceiling(sample_rate, noise_multiplier))
+            if not self._covers_ceiling(ceiling, budget_bits):
+                bits = step_charge(sample_rate, noise_multiplier)[1]
+                if not self._covers(bits, budget_bits) and not self._reserve(bits, budget_bits):
+                    return False
+                ceiling = _above(self._sum_pending().after(bits))
             last = self._pending[-1] if self._pending else None
             if last is not None and last[0] == noise_multiplier and last[1] == sample_rate:
                 self._pending[-1] = (noise_multiplier, sample_rate, last[2] + 1)
             else:
                 self._pending.append((noise_multiplier, sample_rate, 1))
-            self._pending_bits.add(bits)
+            self._ceiling = ceiling
             return True
 
     def add(self, entries: Iterable[Entry]) -> None:
@@ -467,6 +475,7 @@ class LedgerSession:
         with self._lock:
             self._after_fork()
             self._pending.extend(entries)
+            self._ceiling = math.inf  # until they are written
             self.settle(force=True)
 
     def settle(self, *, force: bool = False) -> None:
@@ -480,20 +489,44 @@ class LedgerSession:
         if self._process != os.getpid():
             self._begin()
 
-    def _total(self) -> ExactSum:
+    def _sum_pending(self) -> ExactSum:
+        """Bits of the pending steps, exactly: what is new since the last time is added."""
+        entries, last = self._summed
+        new = self._pending[max(entries - 1, 0) :]
+        if new and (entries, last) != (len(self._pending), new[-1][2]):
+            charges = step_charges([q for _, q, _ in new], [sigma for sigma, _, _ in new])
+            for (_, _, steps), (_, bits) in zip(new, charges, strict=True):
+                self._pending_bits.add(bits, steps - last)
+                last = 0
+            self._summed = len(self._pending), new[-1][2]
+        return self._pending_bits
+
+    def _others(self) -> tuple[ExactSum, float]:
+        """Everything on the ledger but what this session has pending or reserved; and an upper bound on it in bits."""
         lines = len(self.ledger._chains)
         if self._base is None or self._base[0] != lines:
-            self._base = lines, self.ledger._total(without=self._id)
-        total = self._base[1].copy()
-        total.include(self._pending_bits)
+            total = self.ledger._total(without=self._id)
+            self._base = lines, total, _above(total.value)
+        return self._base[1:]
+
+    def _total(self) -> ExactSum:
+        total = self._others()[0].copy()
+        total.include(self._sum_pending())
         return total
 
     def _limit(self, budget: float | None) -> float | None:
         own = self.ledger._budget_bits
         return own if budget is None else budget if own is None else min(own, budget)
 
+    def _covers_ceiling(self, ceiling: float, budget: float | None) -> bool:
+        """Whether pending steps of at most so many bits fit, this one among them; where not, the exact sum decides."""
+        if self._granted == 0.0 or not ceiling <= self._granted:
+            return False
+        limit = self._limit(budget)
+        return limit is None or _above(self._others()[1] + ceiling) <= limit
+
     def _covers(self, bits: float, budget: float | None) -> bool:
-        if not self._pending_bits.after(bits) <= self._granted or self._granted == 0.0:
+        if not self._sum_pending().after(bits) <= self._granted or self._granted == 0.0:
             return False
         limit = self._limit(budget)
         return limit is None or self._total().after(bits) <= limit
@@ -522,6 +555,12 @@ class LedgerSession:
         else:
             self.ledger._append(file, record)
         self._granted, self._pending, self._pending_bits = granted, [], ExactSum()
+        self._summed, self._ceiling = (0, 0), 0.0
+
+
+def _above(value: float) -> float:
+    """A number above a correctly rounded one's exact value."""
+    return math.nextafter(value, math.inf)
 
 
 def _session(ledger: Ledger, run: str, reserve_steps: int) -> LedgerSession:

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from opacus_reconbound import accountants
@@ -57,6 +57,22 @@ def test_the_ceiling_is_not_below_the_charge_and_not_far_above(pair: tuple[float
     sigma, q = pair
     charge = step_charge(q, sigma)[1]
     assert charge <= step_ceiling(q, sigma) <= 2.5 * charge
+
+
+extremes = st.tuples(
+    st.one_of(st.floats(-323, 300), st.floats(150, 165)).map(lambda e: 10.0**e),
+    st.one_of(st.floats(-323, 0).map(lambda e: 10.0**e), st.integers(1, 53).map(lambda e: 1.0 - 2.0**-e)),
+)
+
+
+@settings(max_examples=1000)
+@given(pair=extremes)
+@example(pair=(2.8271564305714114e161, 0.9999999962747097))
+@example(pair=(8.138784593880845e160, 0.9999999999999999))
+@example(pair=(1e-310, 0.01))
+def test_the_ceiling_is_not_below_the_charge_at_the_ends_of_the_numbers(pair: tuple[float, float]) -> None:
+    sigma, q = pair
+    assert step_charge(q, sigma)[1] <= step_ceiling(q, sigma)
 
 
 def test_the_ceiling_of_a_step_without_noise() -> None:

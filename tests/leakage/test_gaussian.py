@@ -120,6 +120,12 @@ def test_limits(q: float, sigma: float, expected: float) -> None:
     assert step_leakage(q, sigma) == expected
 
 
+@pytest.mark.parametrize("sigma", [5e-324, 1e-310, 5.562684646268e-309, 1e-308])
+@pytest.mark.parametrize("q", [0.01, 1e-30, 1.0 - 2.0**-53, 1.0])
+def test_noise_so_small_that_its_inverse_overflows(q: float, sigma: float) -> None:
+    assert step_leakage(q, sigma) == math.inf
+
+
 @pytest.mark.parametrize(("q", "sigma"), [(1e-10, 1e300), (5e-324, 1.0), (1e-200, 5.0)])
 def test_what_leaks_is_never_reported_as_zero(q: float, sigma: float) -> None:
     assert 0 < step_leakage(q, sigma) < 1e-300

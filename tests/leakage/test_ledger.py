@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 
 from opacus_reconbound.errors import InvalidValueError, LedgerError, ReconboundError
 from opacus_reconbound.leakage import Schedule, step_charge
+from opacus_reconbound.leakage import ledger as ledger_module
 from opacus_reconbound.leakage.ledger import _MARK, Ledger, _chain
 
 BITS = step_charge(0.1, 1.0)[1]
@@ -65,6 +68,75 @@ def test_a_budget_binds_all_runs(ledger: Ledger) -> None:
     one.settle()
     assert taken == 20
     assert ledger.total_bits == ledger.budget_bits
+
+
+pairs = st.tuples(
+    st.one_of(st.floats(-1, 3).map(lambda e: 10.0**e), st.sampled_from([0.5, 1.0, math.inf])),
+    st.one_of(st.floats(-8, 0).map(lambda e: 10.0**e), st.sampled_from([0.0, 2.0**-24, 0.01, 1.0])),
+)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    steps=st.lists(pairs, min_size=1, max_size=25),
+    reserve=st.integers(1, 9),
+    end=st.integers(0, 25),
+    hair=st.sampled_from([-1, 0, 1, None]),
+    settle=st.integers(2, 12),
+)
+def test_a_reader_never_finds_less_than_was_taken_and_decisions_are_exact(
+    tmp_path: Path, steps: list[tuple[float, float]], reserve: int, end: int, hair: int | None, settle: int
+) -> None:
+    """Steps with a noise of their own, beside another run; the budget is the sum of the first, or a hair beside it."""
+    path = tmp_path / "exact.jsonl"
+    path.unlink(missing_ok=True)
+    Ledger(path, fingerprint="records").add([(1.3, 0.2, 3)], run="other")
+    budget = Schedule.from_history([(1.3, 0.2, 3)] + [(sigma, q, 1) for sigma, q in steps[:end]]).charged_bits
+    if hair:
+        budget = math.nextafter(budget, hair * math.inf)
+    session = Ledger(path).session("a", reserve_steps=reserve)
+    exact = 3 * Fraction(step_charge(0.2, 1.3)[1])
+    for index, (sigma, q) in enumerate(steps):
+        after = exact + Fraction(step_charge(q, sigma)[1])
+        charged = session.charge(sigma, q, budget_bits=None if hair is None else budget)
+        assert charged == (hair is None or after.numerator / after.denominator <= budget)
+        exact = after if charged else exact
+        if index % 3 == 0:
+            assert session.total.value == exact.numerator / exact.denominator
+        assert Ledger(path).total_bits >= exact.numerator / exact.denominator
+        if index % settle == settle - 1:
+            session.settle()
+            assert Ledger(path).total_bits == exact.numerator / exact.denominator
+    session.settle()
+    assert Ledger(path).total_bits == exact.numerator / exact.denominator
+
+
+@pytest.mark.parametrize("budget", [None, 1e3])
+def test_within_a_reservation_few_steps_are_summed(
+    ledger: Ledger, budget: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summed = []
+    charge = ledger_module.step_charge
+    monkeypatch.setattr(ledger_module, "step_charge", lambda q, sigma: summed.append(sigma) or charge(q, sigma))
+    session = ledger.session("a", reserve_steps=200)
+    history = [(2.0 + index / 1000, 0.01, 1) for index in range(1000)]
+    for sigma, q, _ in history:
+        assert session.charge(sigma, q, budget_bits=budget)
+    session.settle()
+    assert len(summed) < 50
+    assert ledger.total_bits == Schedule.from_history(history).charged_bits
+
+
+def test_what_could_not_be_written_still_counts_for_later_steps(ledger: Ledger) -> None:
+    session = ledger.session("a", reserve_steps=4)
+    assert session.charge(1.0, 0.1)
+    content = ledger.path.read_bytes()
+    ledger.path.unlink()
+    with pytest.raises(LedgerError):
+        session.add([(1.0, 0.1, 3)])
+    ledger.path.write_bytes(content)
+    assert session.charge(1.0, 0.1)
+    assert Ledger(ledger.path).total_bits >= constant(5).charged_bits
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
