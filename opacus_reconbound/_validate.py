@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 
 from opacus_reconbound.errors import InvalidValueError
 
@@ -11,12 +12,15 @@ __all__ = ["MOST_STEPS", "finite", "fraction", "integer", "non_negative", "posit
 
 MOST_STEPS = 2**53  # of one kind; sums of their leakage are exact up to here
 _LETTERS = 200
+_BRIEF = reprlib.Repr()  # few levels and items: a few lines of YAML can stand for billions of them
+_BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxlong, _BRIEF.maxother = 3, _LETTERS, _LETTERS, _LETTERS
 
 
 def shown(value: object) -> str:
     """``repr`` for a message: one line of a few hundred letters, also of what Python refuses to write out."""
     try:
-        text = " ".join(repr(value).split())
+        brief = isinstance(value, (list, tuple, dict, set, frozenset))
+        text = " ".join((_BRIEF.repr(value) if brief else repr(value)).split())
     except Exception:  # a whole number of thousands of digits, or a faulty class
         return f"a value of type {type(value).__name__} that cannot be written out"
     return text if len(text) <= _LETTERS else f"{text[:_LETTERS]}…"

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pickle
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -144,11 +145,11 @@ def _reason(error: ValidationError) -> str:
     where = f"phases[{path[1]}]: " if nested else ""
     if first["type"] == "extra_forbidden":
         known = ", ".join((_Phase if nested else _Description).model_fields)
-        return f"{where}unknown key {path[-1]!r}. Known are {known}."
+        return f"{where}unknown key {_validate.shown(path[-1])}. Known are {known}."
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, InvalidValueError):
         return f"{where}{cause}"
-    return f"{where}{path[-1] if path else 'the description'}: {first['msg']}. Found {first['input']!r}."
+    return f"{where}{path[-1] if path else 'the description'}: {first['msg']}. Found {_validate.shown(first['input'])}."
 
 
 def _one_of(where: str, phase: _Phase, first: str, second: str) -> Any:
@@ -171,16 +172,19 @@ def _rate_of(where: str, phase: _Phase, records: int | None) -> tuple[float, str
     return size / records, f"The sample rate {size / records:.4g} is {size:,} of {records:,} records."
 
 
-def _steps_of(where: str, phase: _Phase, rate: float) -> tuple[int, str | None]:
+def _steps_of(where: str, phase: _Phase, rate: float, records: int | None) -> tuple[int, str | None]:
     steps, epochs = _one_of(where, phase, "steps", "epochs")
     if steps is not None:
         return int(steps), None
     if rate == 0.0:
         raise InvalidValueError(f"{where}epochs need a sample rate above 0. Give steps.")
-    exact = Fraction(epochs) / Fraction(rate)
+    if phase.batch_size is not None and records is not None:
+        exact = Fraction(repr(epochs)) * records / phase.batch_size
+    else:  # 1/49 is no float, and 100 epochs of it no 4,901 steps
+        exact = Fraction(repr(epochs)) / Fraction(rate) * (1 - Fraction(1, 2**52))
     if exact > _validate.MOST_STEPS:
         raise InvalidValueError(f"{where}epochs = {epochs:g} at sample rate {rate:g} are more than 2**53 steps.")
-    count = math.ceil(exact * (1 - Fraction(1, 10**12)))  # 1/49 is no float, and 100 epochs of it no 4,901 steps
+    count = math.ceil(exact)
     return count, f"{epochs:g} epochs at that rate are {count:,} steps, rounded up."
 
 
@@ -246,7 +250,7 @@ class AuditedRun:
         for index, phase in enumerate(phases):
             where = f"phases[{index}]: " if found.phases else ""
             rate, of_rate = _rate_of(where, phase, found.records)
-            steps, of_steps = _steps_of(where, phase, rate)
+            steps, of_steps = _steps_of(where, phase, rate, found.records)
             sigma, of_sigma = phase.noise_multiplier, None
             if sigma is None:
                 sigma, of_sigma = _noise_of(where, found, rate, steps)
@@ -293,7 +297,7 @@ class AuditedRun:
             raise DataError(f"{source} holds no account: neither an accountant's state nor a checkpoint with one.")
         try:
             if state is not None:
-                return cls.from_history(state["history"], delta=DELTA if delta is None else delta, name=str(source))
+                return cls.from_history(_history_in(state), delta=DELTA if delta is None else delta, name=str(source))
             if isinstance(content, list):
                 return cls.from_history(content, delta=DELTA if delta is None else delta, name=str(source))
             if isinstance(content, dict):
@@ -434,11 +438,25 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, which would take the last of two equal keys."""
+    """YAML's safe loader, which would take the last of two equal keys, 045000 for 18,944, and 1:30 for 90."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        _require_once([key.value for key, _ in node.value])
+        if isinstance(node, yaml.MappingNode):  # else the safe loader's error
+            _require_once([key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
         return dict(super().construct_mapping(node, deep=deep))
+
+    def construct_plain_number(self, node: yaml.ScalarNode) -> int | float:
+        """A number in base ten."""
+        text = node.value.replace("_", "")
+        if ":" in text or re.match(r"[-+]?0[0-9a-zA-Z]", text):
+            raise ValueError(f"{_validate.shown(node.value)} is not a number in base ten")
+        if node.tag.endswith(":int"):
+            return int(self.construct_yaml_int(node))
+        return float(self.construct_yaml_float(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_plain_number)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_plain_number)
 
 
 def _read_text(path: Path) -> Any:
@@ -466,6 +484,15 @@ def _read_checkpoint(path: Path) -> Any:
             f"{path} is no file of torch.save that can be read without executing what is in it: {reason}. Save the "
             "account alone: torch.save(engine.accountant.state_dict(), path)."
         ) from error
+
+
+def _history_in(state: Mapping[str, Any]) -> Any:
+    history = state["history"]
+    if not isinstance(history, (list, tuple)):
+        raise InvalidValueError(
+            f"Expected a history [[noise_multiplier, sample_rate, num_steps], ...]. Found {_validate.shown(history)}."
+        )
+    return history
 
 
 def _account_in(content: Any) -> Mapping[str, Any] | None:

@@ -114,10 +114,11 @@ class Forecast:
         leakage_bits: charged bits after the planned steps; None where training has no end.
         rho: ρ* after the planned steps; None where training has no end.
         min_rho: the floor, or None.
-        budget_bits: the leakage at which ρ* meets the floor, or None.
-        last_step: the last step that keeps the floor, where that is before the planned end; else None.
+        budget_bits: the leakage at which ρ* meets the floor, or a stricter budget in force; None for neither.
+        last_step: the last step within that budget, where that is before the planned end; else None.
         highest_rho: ρ* at zero leakage.
         breached: the floor is breached already, by the steps taken so far.
+        stricter: ``budget_bits`` is a budget in force that is stricter than the floor, or stands without one.
         epsilon: ε after the planned steps; None without a δ, or where training has no end.
         last_epsilon: ε after ``last_step``; None without a δ, or where there is no such step.
     """
@@ -130,6 +131,7 @@ class Forecast:
     last_step: int | None
     highest_rho: float
     breached: bool = False
+    stricter: bool = False
     epsilon: Epsilon | None = None
     last_epsilon: Epsilon | None = None
 
@@ -147,20 +149,18 @@ class Forecast:
                 f"at these settings training would end after {self.steps:,} steps at ρ* = {down3(self.rho)} "
                 f"({up3(self.leakage_bits)} bits{'' if self.epsilon is None else f'; {self.epsilon.describe()}'})"
             )
-        if self.min_rho is None:
+        if self.budget_bits is None:
             return f"Forecast: {text}."
+        floor = "" if self.min_rho is None else f"the floor of {self.min_rho:g}"
         if self.breached:
-            return (
-                f"Forecast: the floor of {self.min_rho:g} is already breached by the {self.last_step or 0:,} steps "
-                f"taken; {next_step}."
-            )
+            return f"Forecast: {floor} is already breached by the {self.last_step or 0:,} steps taken; {next_step}."
+        limit = floor
+        if self.stricter:
+            limit, then = f"the budget of {self.budget_bits:.6g} bits in force", "no step will go beyond it"
         if self.last_step is not None:
             epsilon = "" if self.last_epsilon is None else f" ({self.last_epsilon.describe()})"
-            return (
-                f"Forecast: {text}; the floor of {self.min_rho:g} is reached at step {self.last_step:,}{epsilon}, and "
-                f"{then}."
-            )
-        return f"Forecast: {text}; the floor of {self.min_rho:g} is not reached."
+            return f"Forecast: {text}; {limit} is reached at step {self.last_step:,}{epsilon}, and {then}."
+        return f"Forecast: {text}; {limit} is not reached."
 
 
 def forecast(
@@ -187,7 +187,7 @@ def forecast(
         min_rho: the floor.
         steps_taken: steps already taken.
         bits_taken: bits already charged.
-        budget_bits: a budget in force beside the floor's own; the stricter one counts.
+        budget_bits: a budget in force, also without a floor; the stricter one counts.
         delta: δ at which to compare with ε; None for no comparison.
         prv: ε by the PRV accountant too, which takes seconds.
         history: the steps already taken, entries (noise_multiplier, sample_rate, num_steps); for ε alone.
@@ -201,8 +201,9 @@ def forecast(
     _, charge = step_charge(_validate.sample_rate(sample_rate), sigma)
     budget = None if min_rho is None else certificate.leakage_budget(min_rho)
     breached = budget is not None and bits_taken > budget
-    if budget is not None and budget_bits is not None:
-        budget = min(budget, budget_bits)
+    stricter = budget_bits is not None and (budget is None or budget_bits < budget)
+    if stricter:
+        budget = budget_bits
     bits = None if steps is None else bits_taken + total_bits(charge, max(0, steps - steps_taken))
     last_step = None
     if budget is not None:
@@ -231,6 +232,7 @@ def forecast(
         last_step=last_step,
         highest_rho=certificate.highest_rho,
         breached=breached,
+        stricter=stricter,
         epsilon=epsilon_after(steps),
         last_epsilon=epsilon_after(last_step),
     )
@@ -376,7 +378,8 @@ def calibrate_batch_size(
         steps: number of steps, whatever the batch size.
 
     Returns:
-        A batch size in [1, records]; the next larger one does not keep the floor.
+        A batch size in [1, records]; the next larger one does not keep the floor. It is for a loader that keeps its
+        last batch: with ``drop_last=True`` there may be one batch fewer, and then Opacus samples at a higher rate.
 
     Raises:
         FloorUnreachableError: the certificate does not support the floor even at zero leakage.

@@ -121,6 +121,21 @@ def test_epochs_are_rounded_up_to_steps(records: int, batch: int, epochs: int, s
     assert AuditedRun.from_description(given).schedule.steps == steps
 
 
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        ({"records": 10**15, "batch_size": 1, "epochs": 1}, 10**15),
+        ({"records": 10**13 + 1, "batch_size": 10, "epochs": 1}, 10**12 + 1),
+        ({"records": 100, "batch_size": 10, "epochs": 0.1}, 1),
+        ({"records": 100, "batch_size": 10, "epochs": 0.3}, 3),
+        ({"sample_rate": 1 / 49, "epochs": 100}, 4900),
+        ({"sample_rate": 2.0**-45, "epochs": 1}, 2**45),
+    ],
+)
+def test_no_step_is_lost_to_rounding(given: dict[str, Any], steps: int) -> None:
+    assert AuditedRun.from_description(given | {"noise_multiplier": 1}).schedule.steps == steps
+
+
 @given(records=st.integers(1, 10**7), share=st.floats(1e-6, 1), epochs=st.integers(1, 500))
 def test_epochs_of_batches_are_the_exact_number_of_steps(records: int, share: float, epochs: int) -> None:
     batch = max(1, math.floor(records * share))
@@ -291,6 +306,14 @@ def test_a_checkpoint_of_lightning(tmp_path: Path) -> None:
     assert run.schedule == Schedule.constant(sample_rate=0.2, noise_multiplier=2.0, steps=10)
 
 
+def bomb(levels: int = 12) -> str:
+    """A few hundred letters of YAML that stand for 10**levels items."""
+    text = "&a0 [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]"
+    for level in range(1, levels):
+        text = f"&a{level} [{text}{f', *a{level - 1}' * 9}]"
+    return text
+
+
 class Harmful:
     """Unpickling it makes a file."""
 
@@ -318,6 +341,13 @@ class Harmful:
         ("one.yml", b"1: 3", "one.yml: "),
         ("short.json", b"[[1, 0.01]]", r"short.json: Expected history\[0\] = .*Found \[1, 0.01\]"),
         ("swapped.json", b"[[0.01, 2, 5]]", "sample_rate in .*Found 2"),
+        ("octal.yaml", b"records: 045000", "'045000' is not a number in base ten"),
+        ("sixty.yaml", b"steps: 12:05", "'12:05' is not a number in base ten"),
+        ("history.json", b'{"history": 5}', r"Expected a history .*Found 5\."),
+        ("scalar.yaml", b"!!map 3", "expected a mapping node, but found scalar"),
+        ("count.yaml", f"records: {bomb()}".encode(), r"Expected records to be a number\. Found \[\[\["),
+        ("text.yaml", f"name: {bomb()}".encode(), r"name: Input should be a valid string\. Found \[\[\["),
+        ("entry.yaml", f"[{bomb()}]".encode(), r"Expected history\[0\] = .*Found \[\[\["),
     ],
 )
 def test_bad_files(

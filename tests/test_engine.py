@@ -301,6 +301,28 @@ def test_forecasts_without_an_end_or_a_floor() -> None:
     assert "the floor of 0.8 is not reached" in safe.describe()
 
 
+@pytest.mark.parametrize("min_rho", [None, 0.7])
+def test_a_forecast_names_the_budget_that_ends_the_run_and_not_a_floor_that_does_not(min_rho: float | None) -> None:
+    planned = {"sample_rate": 0.1, "noise_multiplier": 1.0, "steps": 10_000, "min_rho": min_rho}
+    floor = forecast(LINEAR, **{**planned, "min_rho": 0.8})
+    assert floor.budget_bits is not None
+    ahead = forecast(LINEAR, **planned, budget_bits=floor.budget_bits)
+    assert ahead.last_step == floor.last_step
+    budget = f"the budget of {floor.budget_bits:.6g} bits in force is reached at step {floor.last_step:,}"
+    assert budget in ahead.describe()
+    assert "the floor of" not in ahead.describe()
+    other = forecast(LINEAR, **{**planned, "min_rho": 0.8}, budget_bits=2 * floor.budget_bits)
+    assert other == floor
+    ample = forecast(LINEAR, **planned, budget_bits=1e-9 if min_rho is None else 1e-12)
+    assert ample.last_step == 0
+    assert "in force is reached at step 0" in ample.describe()
+
+
+def test_a_noise_schedule_that_is_none() -> None:
+    with pytest.raises(InvalidValueError, match=r"Expected a Schedule\. Found \[1, 2\]\. Make one with"):
+        calibrate_noise_scale(LINEAR, min_rho=0.7, schedule=[1, 2])  # type: ignore[arg-type]
+
+
 def test_a_forecast_without_noise() -> None:
     ahead = forecast(LINEAR, sample_rate=0.1, noise_multiplier=0.0, steps=10, min_rho=0.8)
     assert (ahead.last_step, ahead.rho, ahead.leakage_bits) == (0, 0.0, math.inf)

@@ -71,6 +71,11 @@ def noise_scale_for_leakage(budget_bits: float, schedule: Schedule, *, relative_
     """
     budget = _validate.non_negative("budget_bits", budget_bits)
     tolerance = _validate.fraction("relative_tolerance", relative_tolerance)
+    if not isinstance(schedule, Schedule):
+        raise InvalidValueError(
+            f"Expected a Schedule. Found {_validate.shown(schedule)}. Make one with "
+            "Schedule.from_arrays(sample_rates=..., noise_multipliers=...)."
+        )
     runs = [run for run in schedule if run.sample_rate > 0]
     for run in runs:
         if not 0 < run.noise_multiplier < math.inf:
@@ -152,7 +157,8 @@ def batch_size_for_leakage(
 ) -> int:
     """The largest ``batch_size`` of a data loader with which training leaks at most ``budget_bits``.
 
-    Opacus samples at one over the number of batches, ceil(records / batch_size).
+    Opacus samples at one over the number of batches, ceil(records / batch_size). (With ``drop_last=True`` the number of
+    batches is rounded down, and the rate is higher.)
 
     Args:
         budget_bits: γ in bits, in [0, inf].
