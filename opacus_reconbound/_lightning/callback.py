@@ -10,21 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
-import uuid
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from tqdm import tqdm
 
 from opacus_reconbound import _validate
 from opacus_reconbound._lightning.records import NOT_COMPARED, check_records
-from opacus_reconbound._lightning.table import print_table
-from opacus_reconbound._lightning.wiring import remove_grad_sample_hooks, require_no_swallowed_settings
+from opacus_reconbound._lightning.state import KEY, VERSION, readable, require_account, require_empty, stored_account
+from opacus_reconbound._lightning.streams import Stream, require_new_randomness
+from opacus_reconbound._lightning.table import forecast_rows, print_table
+from opacus_reconbound._lightning.trainer import planned_steps, require_supported, watches
+from opacus_reconbound._lightning.wiring import (
+    remove_grad_sample_hooks,
+    require_hooks_in_place,
+    require_no_swallowed_settings,
+)
 from opacus_reconbound._live import (
     account_of,
     breaches,
@@ -34,21 +38,18 @@ from opacus_reconbound._live import (
     shorten,
     stricter_budget_in_force,
 )
-from opacus_reconbound._rounding import down3, three_digits
+from opacus_reconbound._rounding import down3
 from opacus_reconbound.accountants import MutualInformationAccountant, StepHook, discard_pending_step
 from opacus_reconbound.certificates.certificate import ReconstructionBound, SourceCertificate
 from opacus_reconbound.certificates.plan import SplitPlan
-from opacus_reconbound.checks import hooks_of, poisson_rate, ranks_in_step, require_private_run
+from opacus_reconbound.checks import hooks_of, ranks_in_step, require_private_run
 from opacus_reconbound.engine import Forecast, stricter_budget
 from opacus_reconbound.errors import AccountingError, InvalidValueError, LedgerError
 from opacus_reconbound.leakage.ledger import Ledger
 
 __all__ = ["ReconstructionBoundMixin"]
 
-_STATE_VERSION = 1
-_KEY = "ReconstructionBoundCallback"
 _REFRESH = 0.5  # seconds between two entries of the progress bar
-_PROCESS = uuid.uuid4().hex
 
 
 class ReconstructionBoundMixin:
@@ -140,7 +141,7 @@ class ReconstructionBoundMixin:
         self.on_breach = on_breach
         self.record = record
         self.checks: tuple[str, ...] = ()
-        self._continued = None if continue_from is None else _stored_account(continue_from)
+        self._continued = None if continue_from is None else stored_account(continue_from)
         self.accountant: MutualInformationAccountant | None = None
         self.forecast: Forecast | None = None
         self.stopping_reason: str | None = None
@@ -154,14 +155,14 @@ class ReconstructionBoundMixin:
         self._restored: dict[str, Any] | None = None
         self._lifted: tuple[Any, Any] | None = None
         self._warned = False
-        self._streams: list[tuple[str, int]] = []  # (process, seed) of the generators that batches and noise came from
+        self._streams: list[Stream] = []
 
     # -- what one can ask it ----------------------------------------------------------------------------------------
 
     @property
     def state_key(self) -> str:
         """One key for both namespaces, whatever the arguments: another floor must not start a new account."""
-        return _KEY
+        return KEY
 
     @property
     def bound(self) -> ReconstructionBound:
@@ -182,17 +183,11 @@ class ReconstructionBoundMixin:
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of a trained model that says nothing about what its training leaked."""
-        if checkpoint.get("global_step", 0) > 0 and _KEY not in checkpoint.get("callbacks", {}):
-            raise AccountingError(
-                f"The checkpoint was trained for {checkpoint['global_step']} steps but holds no account of their "
-                "leakage: it was saved without ReconstructionBoundCallback. Resume from a checkpoint saved with the "
-                "callback, or load the weights only and put the earlier steps on the account "
-                "(accountant.history = [(noise_multiplier, sample_rate, steps), ...])."
-            )
+        require_account(checkpoint)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state; it is applied when training starts, for the optimizers do not exist yet."""
-        self._restored = _readable(state_dict)
+        self._restored = readable(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
         """The account as plain values, and what it was judged by."""
@@ -203,7 +198,7 @@ class ReconstructionBoundMixin:
         else:
             return {}
         return {
-            "version": _STATE_VERSION,
+            "version": VERSION,
             "accountant": accountant,
             "certificate": self.certificate.digest,
             "min_rho": self.min_rho,
@@ -216,25 +211,7 @@ class ReconstructionBoundMixin:
         self._lifted = None
         self._found = hooks_of(list(trainer.optimizers))
         self.accountant = accountant = account_of(self._found)
-        if getattr(getattr(trainer, "precision_plugin", None), "scaler", None) is not None:
-            raise AccountingError(
-                "precision='16-mixed' scales gradients before they are clipped and skips steps by what it sees in "
-                "them. Use precision='bf16-mixed' or '32-true'."
-            )
-        if trainer.accumulate_grad_batches != 1:
-            raise AccountingError(
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches} combines several batches into one step. A "
-                "record can be in several of them, and then moves the sum by more than the clipping norm. Leave it at "
-                "1 and choose the batch size that you want."
-            )
-        if trainer.gradient_clip_val:
-            warnings.warn(
-                f"gradient_clip_val={trainer.gradient_clip_val:g} has nothing to do with the clipping that privacy "
-                "rests on: it changes nothing with per-sample gradients, and shortens the noised step with ghost "
-                "clipping. Leave it out, and set max_grad_norm.",
-                category=UserWarning,
-                stacklevel=2,
-            )
+        require_supported(trainer)
         require_no_swallowed_settings(pl_module)
         loader = trainer.train_dataloader
         require_private_run(loader, self._found, world_size=trainer.world_size, ends_at_length=True)
@@ -244,18 +221,16 @@ class ReconstructionBoundMixin:
             accountant.use_ledger(self.ledger, run=self.run)
         earlier = self._restored or self._continued
         if earlier is not None:
-            if self._restored is None and len(accountant) > 0:
-                raise AccountingError(
-                    f"The account holds {len(accountant)} steps already, and continue_from= begins one. Make the "
-                    "engine anew, or leave continue_from out where these steps are those of the checkpoint."
-                )
+            if self._restored is None:
+                require_empty(accountant)
             accountant.load_state_dict(earlier["accountant"])
             self._streams = [tuple(stream) for stream in earlier.get("streams", ())]
             self._restored = self._continued = None
-        self._require_new_randomness(loader)
+        used = [getattr(loader.batch_sampler, "generator", None), *(private.generator for private, _ in self._found)]
+        self._streams = require_new_randomness(used, self._streams)
         self._warned = False
         self._shown = -math.inf
-        self._watched = any(_watches(callback) for callback in trainer.callbacks)
+        self._watched = any(watches(callback) for callback in trainer.callbacks)
         if self.budget_bits is not None and self.on_breach != "warn":
             accountant.budget_bits = stricter_budget(accountant, self.budget_bits)
         if self.delta is None:
@@ -273,35 +248,12 @@ class ReconstructionBoundMixin:
         if self._breaches() and self.on_breach == "stop":
             self._stop(trainer, "the leakage budget was spent before training")
 
-    def _require_new_randomness(self, loader: Any) -> None:
-        """Noise that an earlier process drew must not come again: it would cancel in a difference of checkpoints."""
-        used = [getattr(loader.batch_sampler, "generator", None), *(private.generator for private, _ in self._found)]
-        generators = {id(each): each for each in used}.values()
-        seeds = [seed for seed in map(_initial_seed, generators) if seed is not None]
-        if any(process != _PROCESS and seed in seeds for process, seed in self._streams):
-            warnings.warn(
-                "The random generator of the batches or the noise was seeded as in the run that goes on here. Its "
-                "numbers would come again, and noise that repeats cancels: it was seeded anew, from the operating "
-                "system. Seed a run that goes on differently, such as seed_everything(seed + 1).",
-                category=UserWarning,
-                stacklevel=2,
-            )
-            for generator in generators:
-                torch.seed() if generator is None else generator.seed()
-            seeds = [seed for seed in map(_initial_seed, generators) if seed is not None]
-        self._streams = list(dict.fromkeys([*self._streams, *((_PROCESS, seed) for seed in seeds)]))
-
     def _announce(self, trainer: Any, loader: Any) -> None:
         assert self.accountant is not None  # noqa: S101 - set by the caller
-        rate = poisson_rate(loader)
-        per_epoch = max(1, min(int(1 / rate) if rate else 1, trainer.num_training_batches))
-        planned: float = trainer.max_epochs * per_epoch if (trainer.max_epochs or -1) >= 0 else math.inf
-        if (trainer.max_steps or -1) >= 0:
-            planned = min(planned, trainer.max_steps)
         self.forecast = forecast_run(
             self.certificate,
             self._found,
-            steps=None if math.isinf(planned) else max(int(planned), len(self.accountant)),
+            steps=planned_steps(trainer, loader, taken=len(self.accountant)),
             min_rho=self.min_rho,
             delta=self.delta,
         )
@@ -309,27 +261,8 @@ class ReconstructionBoundMixin:
         if notice is not None:
             self._say(trainer, notice)
         if self.verbose and trainer.is_global_zero:
-            print_table("Reconstruction bound: forecast", self._rows(self.forecast, *self._found[0]))
+            print_table("Reconstruction bound: forecast", forecast_rows(self.forecast, self.bound, *self._found[0]))
         self._say(trainer, self.forecast.describe(on_breach=self.on_breach))
-
-    def _rows(self, found: Forecast, optimizer: Any, hook: StepHook) -> list[tuple[str, str]]:
-        planned = "no planned end" if found.steps is None else f"{found.steps:,}"
-        rows = [
-            ("sample rate q", f"{hook.sample_rate:.6g}"),
-            ("noise multiplier σ", f"{hook.noise_multiplier(optimizer):.6g}"),
-            ("steps planned", planned),
-            ("leakage γ now", f"{three_digits(self.bound.leakage_bits, down=False):.3g} bits"),
-            ("ρ* now", down3(self.bound.rho)),
-        ]
-        if found.rho is not None and found.leakage_bits is not None:
-            rows += [
-                ("leakage γ at the end", f"{three_digits(found.leakage_bits, down=False):.3g} bits"),
-                ("ρ* at the end", down3(found.rho)),
-            ]
-        if found.min_rho is not None:
-            reached = "not reached" if found.last_step is None else f"{found.last_step:,}"
-            rows += [("floor on ρ*", f"{found.min_rho:g}"), ("last step within the floor", reached)]
-        return rows
 
     # -- every step -------------------------------------------------------------------------------------------------
 
@@ -359,12 +292,7 @@ class ReconstructionBoundMixin:
                 "step a batch: with several optimizers, alternate between batches."
             )
         require_no_swallowed_settings(pl_module)
-        for private, hook in self._found:
-            if private.step_hook is not hook:
-                raise AccountingError(
-                    "The accountant's step hook was replaced during training (attach_step_hook has one slot), so steps "
-                    "would not be charged. Attach no other hook to a DPOptimizer."
-                )
+        require_hooks_in_place(self._found)
         if self._breaches() and self.on_breach == "stop":
             for private, _ in self._found:
                 discard_pending_step(private)
@@ -480,46 +408,3 @@ class ReconstructionBoundMixin:
     def _say(self, trainer: Any, text: str) -> None:
         if self.verbose and trainer.is_global_zero:
             tqdm.write(text)  # does not tear a progress bar
-
-
-def _watches(callback: Any) -> bool:
-    """Whether a callback, such as ModelCheckpoint, reads what is logged at steps of its own choice."""
-    named = [getattr(callback, name, None) for name in ("monitor", "filename")]
-    return any("reconstruction/" in str(name) or "privacy/" in str(name) for name in named)
-
-
-def _initial_seed(generator: Any) -> int | None:
-    try:
-        return int((torch.default_generator if generator is None else generator).initial_seed())
-    except (AttributeError, RuntimeError):  # a secure generator has none
-        return None
-
-
-def _readable(state: dict[str, Any]) -> dict[str, Any]:
-    version = state.get("version")
-    if version != _STATE_VERSION:
-        raise AccountingError(
-            f"The checkpoint's leakage account has version {version!r}; this library reads {_STATE_VERSION}. "
-            "Update opacus_reconbound."
-        )
-    return state
-
-
-def _stored_account(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The callback's state in a checkpoint; of nothing else in it any code is run."""
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise InvalidValueError(f"There is no checkpoint {path} to continue from.") from None
-    except Exception as error:  # a damaged file makes torch raise nearly anything
-        raise InvalidValueError(
-            f"The checkpoint {path} cannot be read with weights_only=True: {str(error).splitlines()[0]} Put the "
-            "earlier steps on the account instead (accountant.history = [(noise_multiplier, sample_rate, steps), ...])."
-        ) from error
-    state = checkpoint.get("callbacks", {}).get(_KEY) if isinstance(checkpoint, dict) else None
-    if not state:
-        raise AccountingError(
-            f"The checkpoint {path} holds no account: it was saved without ReconstructionBoundCallback. Put the "
-            "earlier steps on the account (accountant.history = [(noise_multiplier, sample_rate, steps), ...])."
-        )
-    return _readable(state)

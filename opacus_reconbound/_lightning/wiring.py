@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,11 +12,12 @@ from opacus import PrivacyEngine
 from opacus.optimizers import get_optimizer_class
 
 from opacus_reconbound._mechanism import is_ghost
+from opacus_reconbound.accountants import StepHook
 from opacus_reconbound.checks import poisson_rate
 from opacus_reconbound.engine import require_accountant
 from opacus_reconbound.errors import AccountingError, InvalidValueError
 
-__all__ = ["private_optimizer", "remove_grad_sample_hooks", "require_no_swallowed_settings"]
+__all__ = ["private_optimizer", "remove_grad_sample_hooks", "require_hooks_in_place", "require_no_swallowed_settings"]
 
 _HOOKS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of each module; on it, they would be copied with it
 _SETTINGS = ("noise_multiplier", "max_grad_norm", "max_grad_norms", "expected_batch_size", "generator", "step_hook")
@@ -204,6 +206,20 @@ def _remove(module: Any) -> None:
 def remove_grad_sample_hooks(module: Any) -> None:
     """Undo ``private_optimizer`` on the module, so that it can be copied, saved and trained otherwise."""
     _remove(module)
+
+
+def require_hooks_in_place(found: Sequence[tuple[Any, StepHook]]) -> None:
+    """Refuse optimizers whose steps are no longer charged.
+
+    Raises:
+        AccountingError: a step hook was replaced.
+    """
+    for private, hook in found:
+        if private.step_hook is not hook:
+            raise AccountingError(
+                "The accountant's step hook was replaced during training (attach_step_hook has one slot), so steps "
+                "would not be charged. Attach no other hook to a DPOptimizer."
+            )
 
 
 def require_no_swallowed_settings(module: Any) -> None:

@@ -93,14 +93,18 @@ def draw_run(target: str | os.PathLike[str] | io.BytesIO, run: Run, *, format: s
 
 
 def _forecast_curve(run: Run) -> list[tuple[float, float]]:
-    """ρ* from the last step drawn to the planned end, at the present rate of leakage."""
+    """ρ* from the last step drawn, at the present rate of leakage: to the planned end, or past the floor."""
     end, bits = run.forecast.steps, run.forecast.leakage_bits
     if end is None or bits is None or not run.progress:
         return []
     last = run.progress[-1]
     if last.step >= end or bits <= last.leakage_bits:
         return []
-    points = [i / 100 for i in range(101)]
+    drawn = 1.0
+    if run.forecast.last_step is not None and run.on_breach != "warn":
+        # what comes long after the stop would leave the run itself no room
+        drawn = min(1.0, max(0.0, (2 * run.forecast.last_step - last.step) / (end - last.step)))
+    points = [drawn * i / 100 for i in range(101)] if drawn > 0 else []
     return [
         (
             last.step + t * (end - last.step),
@@ -139,9 +143,14 @@ h1 { font-size: 1.6rem; margin: 0 0 .5rem; } h2 { font-size: 1.1rem; margin: 2re
 .lead { font-size: 1.1rem; } .figures { display: flex; flex-wrap: wrap; gap: 1rem; margin: 1.5rem 0; }
 .figure { border: 1px solid #ccc; border-radius: .5rem; padding: .6rem 1rem; min-width: 8rem; }
 .figure b { display: block; font-size: 1.6rem; } .figure span { color: #555; font-size: .85rem; }
-img { max-width: 100%; height: auto; } table { border-collapse: collapse; } td, th { text-align: left;
-  padding: .2rem 1rem .2rem 0; vertical-align: top; } td.n { font-variant-numeric: tabular-nums; }
-code { overflow-wrap: anywhere; font-size: .85rem; } footer { margin-top: 2rem; color: #555; font-size: .85rem; }
+img { width: 100%; max-width: 720px; height: auto; } table { border-collapse: collapse; }
+td, th { text-align: left; padding: .2rem 1rem .2rem 0; vertical-align: top; }
+td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+.about td:first-child { width: 11rem; overflow-wrap: normal; }
+footer { margin-top: 2rem; color: #555; font-size: .85rem; }
+@media (max-width: 36rem) { .figure { flex: 1 1 8rem; min-width: 0; } ul { padding-left: 1.2rem; }
+  .about td { display: block; padding-right: 0; } .about td:first-child { width: auto; padding-bottom: 0; color: #555; }
+  .about td + td { padding-top: 0; padding-bottom: .5rem; } }
 @media print { body { margin: 0; } }
 """
 
@@ -205,9 +214,9 @@ def _page(run: Run, picture: str) -> str:
 <h2>What was checked</h2>
 <ul>{"".join(f"<li>{_text(check)}</li>" for check in run.checks)}</ul>
 <h2>Certificate</h2>
-{_table(about)}
+{_table(about, style="about")}
 <h2>Settings</h2>
-{_table(settings)}
+{_table(settings, style="about")}
 <footer>ρ* is rounded down, γ and ε are rounded up.</footer>
 </body>
 </html>
@@ -222,10 +231,10 @@ def _figure(value: str, name: str) -> str:
     return f'<div class="figure"><b>{_text(value)}</b><span>{_text(name)}</span></div>'
 
 
-def _table(rows: Sequence[tuple[str, ...]], header: tuple[str, ...] = ()) -> str:
+def _table(rows: Sequence[tuple[str, ...]], header: tuple[str, ...] = (), *, style: str = "plain") -> str:
     head = f"<tr>{''.join(f'<th>{_text(cell)}</th>' for cell in header)}</tr>" if header else ""
-    body = "".join(f"<tr>{''.join(f'<td class=n>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table>{head}{body}</table>"
+    body = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<table class="{style}">{head}{body}</table>'
 
 
 def _down(value: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import importlib
+import json
 import math
 import re
 import shutil
@@ -110,6 +111,54 @@ def test_csv_in_strides_holds_the_last_step(space: Space, certificate: SourceCer
     header, *rows = (line.split(",") for line in (tmp_path / "log" / "metrics.csv").read_text().splitlines())
     left = header.index("reconstruction/steps_left")
     assert [float(row[left]) for row in rows if row[left]] == [7.0, 3.0, 0.0]
+
+
+def wandb_history(path: Path) -> list[dict[str, float]]:
+    """The rows of a run's file: records in blocks of 32 KiB, as in LevelDB's log, after a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, rows, pending = path.read_bytes(), [], b""
+    assert data[:4] == b":W&B"
+    at = 7
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # no room for another record's head
+            at += 32768 - at % 32768
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        pending = (b"" if kind in (1, 2) else pending) + data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind not in (1, 4):  # neither whole nor the last part of one
+            continue
+        record = wandb_internal_pb2.Record.FromString(pending)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+    return rows
+
+
+def test_wandb_offline(
+    space: Space, certificate: SourceCertificate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = loggers(space).WandbLogger(offline=True, save_dir=tmp_path, project="test", name="run")
+    callback = space.callback(certificate, floor_after(certificate, 5.5))
+    space.trainer(tmp_path, callback, logger=logger, log_every_n_steps=1).fit(space.module())
+    summary = dict(logger.experiment.summary)
+    logger.experiment.finish()
+    wandb.teardown()  # its service ends, and has written everything
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    rows = wandb_history(path)
+    rho = [row["reconstruction/rho_star"] for row in rows]
+    assert rho == sorted(rho, reverse=True)
+    assert [row["reconstruction/steps_left"] for row in rows] == [4, 3, 2, 1, 0]
+    assert [row["trainer/global_step"] for row in rows] == [0, 1, 2, 3, 4]
+    for last in (rows[-1], summary):
+        assert last["reconstruction/rho_star"] == pytest.approx(callback.bound.rho)
+        assert last["reconstruction/rho_star"] <= callback.bound.rho
+        assert last["reconstruction/leakage_bits"] >= callback.bound.leakage_bits
+        assert last["privacy/epsilon"] >= callback.epsilon()
 
 
 # ---- the figure ------------------------------------------------------------------------------------------------------
@@ -259,20 +308,39 @@ def test_reports_that_cannot_be(space: Space, certificate: SourceCertificate, tm
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no browser is installed; the page is parsed above")
-def test_a_browser_shows_the_page(space: Space, certificate: SourceCertificate, tmp_path: Path) -> None:
-    _, path = trained_page(space, certificate, tmp_path)
-    picture = tmp_path / "shot.png"
-    subprocess.run(
-        [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--screenshot={picture}", path.as_uri()],
+def browse(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Run a browser that can reach nothing but files."""
+    return subprocess.run(
+        [
+            str(BROWSER),
+            *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
+            *("--no-first-run", "--disable-background-networking", "--disable-component-update"),
+            *("--proxy-server=127.0.0.1:9", "--host-resolver-rules=MAP * ~NOTFOUND"),
+            f"--user-data-dir={tmp_path / 'profile'}",
+            *arguments,
+        ],
         check=True,
         timeout=120,
         capture_output=True,
     )
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser is installed; the page is parsed above")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_browser_shows_the_page(space: Space, certificate: SourceCertificate, tmp_path: Path, width: int) -> None:
+    _, path = trained_page(space, certificate, tmp_path)
+    picture = tmp_path / "shot.png"
+    browse(tmp_path, f"--window-size={width},3000", f"--screenshot={picture}", path.as_uri())
     with Image.open(picture) as shot:
-        pixels = np.asarray(shot.convert("RGB")).reshape(-1, 3)
-    assert (pixels == (0x1F, 0x5F, 0xA8)).all(1).sum() > 50  # the line of ρ*
-    assert (pixels < 128).all(1).mean() > 0.005  # text
+        pixels = np.asarray(shot.convert("RGB"))
+    assert pixels.shape == (3000, width, 3)
+    blue = np.abs(pixels.astype(int) - (0x1F, 0x5F, 0xA8)).max(2) < 32
+    assert blue.sum() > 50  # the line of ρ*
+    assert (pixels < 128).all(2).mean() > 0.005  # text
+    inked = (pixels < 200).all(2).any(1)
+    assert inked[:100].any()
+    assert not inked[-100:].any()  # all of it fits
+    assert not (pixels < 250).any(2)[:, -8:].any()  # nothing is cut off at the right
 
 
 def test_the_callback_alone_loads_no_report(space: Space) -> None:
