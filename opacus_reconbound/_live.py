@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import warnings
 from typing import Any
 
 from opacus_reconbound._rounding import down3, float32_above, float32_below, three_digits
@@ -19,6 +21,7 @@ __all__ = [
     "account_of",
     "breaches",
     "describe_outcome",
+    "epsilon_of",
     "forecast_run",
     "measure",
     "shorten",
@@ -33,6 +36,7 @@ RHO, BITS, LEFT, EPSILON = (
     "reconstruction/steps_left",
     "privacy/epsilon",
 )
+_ADVICE = "Optimal order is the"
 # a progress bar has little room
 _SHORT = {RHO: "rho*", BITS: "bits", LEFT: "left", EPSILON: "eps"}
 
@@ -61,6 +65,22 @@ def breaches(found: Found) -> bool:
         )
         for optimizer, hook in found
     )
+
+
+def epsilon_of(accountant: MutualInformationAccountant, delta: float) -> float:
+    """ε at ``delta`` so far, without RDP's advice to widen its orders: a looser ε is still an upper bound.
+
+    The advice is filtered out once and for all. ``catch_warnings`` at every step would make Python forget which
+    warnings it has shown, and show each of them again.
+    """
+    deciding = (
+        action
+        for action, message, category, module, _ in warnings.filters
+        if module is None and issubclass(UserWarning, category) and (message is None or re.match(message, _ADVICE))
+    )
+    if next(deciding, None) != "ignore":
+        warnings.filterwarnings("ignore", message=_ADVICE, category=UserWarning)
+    return float(accountant.get_epsilon(delta))
 
 
 def _steps_left(found: Found) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +23,7 @@ from opacus_reconbound._live import (
     account_of,
     breaches,
     describe_outcome,
+    epsilon_of,
     forecast_run,
     measure,
     shorten,
@@ -130,7 +130,7 @@ class Floor:
         first, advance, self._seen = self._seen == self._start, steps - self._seen, steps
         epsilon = None
         if self._delta is not None and (first or steps % self._epsilon_every_n_steps == 0 or breaches(self._found)):
-            epsilon = self._epsilon(self._delta)
+            epsilon = epsilon_of(self._accountant, self._delta)
         values = measure(
             self.certificate,
             self._found,
@@ -141,12 +141,6 @@ class Floor:
             log(values, steps)
         self._bar.set_postfix(shorten(values), refresh=False)
         self._bar.update(advance)
-
-    def _epsilon(self, delta: float) -> float:
-        with warnings.catch_warnings():
-            # RDP's advice to widen its orders; a looser ε is still an upper bound
-            warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
-            return float(self._accountant.get_epsilon(delta))
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from opacus_reconbound._live import (
     account_of,
     breaches,
     describe_outcome,
+    epsilon_of,
     forecast_run,
     measure,
     shorten,
@@ -174,10 +175,7 @@ class ReconstructionBoundMixin:
         """ε at ``delta`` so far."""
         if self.accountant is None or self.delta is None:
             raise InvalidValueError("ε is known once training has started, or where delta was given.")
-        with warnings.catch_warnings():
-            # RDP's advice to widen its orders; a looser ε is still an upper bound
-            warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
-            return float(self.accountant.get_epsilon(self.delta))
+        return epsilon_of(self.accountant, self.delta)
 
     # -- start ------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
 
 import pytest
@@ -280,3 +281,17 @@ def test_the_tuner_is_stopped(space: Space, certificate: SourceCertificate, tmp_
     with pytest.raises(ReconstructionBudgetExceeded, match="the floor"):
         sub(space, "tuner").Tuner(trainer).lr_find(model, num_training=20)
     assert model.updates == len(model.engine.accountant) == 4
+
+
+def test_warnings_of_the_loop_are_shown_once(space: Space, certificate: SourceCertificate, tmp_path: Any) -> None:
+    class Warns(space.L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            warnings.warn("of my own", stacklevel=1)
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        callback = space.callback(certificate, epsilon_every_n_steps=1)
+        space.trainer(tmp_path, callback, Warns(), max_epochs=1).fit(space.module())
+    assert len(callback.accountant) == 8
+    # the first ε may still set a filter
+    assert sum(str(each.message) == "of my own" for each in shown) <= 2
