@@ -210,7 +210,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_process_that_is_ended_goes_on_where_it_was(folder: Path, how: signal.Signals) -> None:
     command = "certify d.npy -o c.json --designs all --n-reference 300"
-    child = start(command, folder)
+    # where the tests run in the background, shells let SIGINT be ignored, and a child would inherit that
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        child = start(command, folder)
+    finally:
+        signal.signal(signal.SIGINT, before)
     partial = folder / "c.json.partial"
     when_there(partial, child)
     child.send_signal(how)
