@@ -8,7 +8,7 @@ import warnings
 from typing import Any
 
 from opacus_reconbound._rounding import down3, float32_above, float32_below, three_digits
-from opacus_reconbound.accountants import MutualInformationAccountant, StepHook
+from opacus_reconbound.accountants import RDP_ADVICE, MutualInformationAccountant, StepHook
 from opacus_reconbound.certificates.certificate import ReconstructionBound, SourceCertificate
 from opacus_reconbound.engine import Forecast, forecast
 from opacus_reconbound.errors import AccountingError
@@ -36,7 +36,6 @@ RHO, BITS, LEFT, EPSILON = (
     "reconstruction/steps_left",
     "privacy/epsilon",
 )
-_ADVICE = "Optimal order is the"
 # a progress bar has little room
 _SHORT = {RHO: "rho*", BITS: "bits", LEFT: "left", EPSILON: "eps"}
 
@@ -76,10 +75,10 @@ def epsilon_of(accountant: MutualInformationAccountant, delta: float) -> float:
     deciding = (
         action
         for action, message, category, module, _ in warnings.filters
-        if module is None and issubclass(UserWarning, category) and (message is None or re.match(message, _ADVICE))
+        if module is None and issubclass(UserWarning, category) and (message is None or re.match(message, RDP_ADVICE))
     )
     if next(deciding, None) != "ignore":
-        warnings.filterwarnings("ignore", message=_ADVICE, category=UserWarning)
+        warnings.filterwarnings("ignore", message=RDP_ADVICE, category=UserWarning)
     return float(accountant.get_epsilon(delta))
 
 

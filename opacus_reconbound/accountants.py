@@ -9,8 +9,10 @@ once, so a run read step by step, resumed, or read at its end gives the same bit
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -33,9 +35,11 @@ __all__ = [
     "MutualInformationAccountant",
     "PRVMutualInformationAccountant",
     "Permit",
+    "RDP_ADVICE",
     "RDPMutualInformationAccountant",
     "StepHook",
     "discard_pending_step",
+    "without_advice",
 ]
 
 Entry = tuple[float, float, int]
@@ -43,6 +47,16 @@ Entry = tuple[float, float, int]
 _STATE_VERSION = 2  # 1: without a ledger
 _LEAST_NOISE, _MOST_NOISE = 1e-3, 1e4  # Opacus computes ε between these
 _CHARGING = Lock()
+RDP_ADVICE = "Optimal order is the"
+"""How Opacus's advice to widen the orders of RDP begins; a looser ε is still an upper bound."""
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """Inside, RDP's advice to widen its orders is not shown."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=RDP_ADVICE, category=UserWarning)
+        yield
 
 
 def _pair(noise_multiplier: object, sample_rate: object) -> tuple[float, float]:

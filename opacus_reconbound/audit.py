@@ -29,6 +29,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 
 from opacus_reconbound import _validate
 from opacus_reconbound._rounding import up3
+from opacus_reconbound.accountants import without_advice
 from opacus_reconbound.certificates.certificate import ReconstructionBound, SourceCertificate
 from opacus_reconbound.errors import CalibrationError, DataError, InvalidValueError
 from opacus_reconbound.leakage import Run, Schedule
@@ -71,8 +72,7 @@ def epsilon(schedule: Schedule, delta: float, *, accountant: Accounting = "rdp")
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without Opacus's warnings: RDP's advice to widen its orders (a looser ε is still a bound), PRV's overflows."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
+    with without_advice():
         warnings.filterwarnings("ignore", category=RuntimeWarning)
         yield
 

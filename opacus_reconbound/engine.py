@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -18,6 +17,7 @@ from opacus_reconbound.accountants import (
     PRVMutualInformationAccountant,
     RDPMutualInformationAccountant,
     require_certificate,
+    without_advice,
 )
 from opacus_reconbound.certificates.certificate import SourceCertificate
 from opacus_reconbound.errors import AccountingError, CalibrationError, InvalidValueError
@@ -84,9 +84,7 @@ def epsilon_of(history: Iterable[tuple[float, float, int]], delta: float, *, prv
 
     def by(accountant: MutualInformationAccountant) -> float:
         accountant.history = entries
-        with warnings.catch_warnings():
-            # RDP's advice to widen its orders; a looser ε is still an upper bound
-            warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
+        with without_advice():
             return accountant.get_epsilon(delta)
 
     tighter = None

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from opacus_reconbound._rounding import down3
 from opacus_reconbound.certificates.designs import BlockDesign, Design
 from opacus_reconbound.certificates.diagnostics import DesignDiagnostics, diagonal_loss
 from opacus_reconbound.certificates.envelope import Winner
@@ -68,7 +69,7 @@ def describe(certificate: SourceCertificate) -> str:
 
 
 def _guarantee(certificate: SourceCertificate, end: float) -> str:
-    values = [f"{_floor(certificate.bound(bits).rho)} at {bits:g}" for bits in _BITS if bits < end]
+    values = [f"{down3(certificate.bound(bits).rho)} at {bits:g}" for bits in _BITS if bits < end]
     values[0] += " bits of leakage"
     listed = ", ".join(values[:-1]) + f" and {values[-1]}" if len(values) > 1 else values[0]
     return f"ρ* is at least {listed}; from {_bits(end)} bits on nothing is guaranteed."
@@ -85,10 +86,10 @@ def _more_data(certificate: SourceCertificate) -> str:
     for bits in leakages:
         guesses = [certificate.rho_with_more_records(bits, factor) for factor in _FACTORS]
         about = " and ".join(
-            f"{_floor(guess or 0.0)} with {factor * certificate.estimation.n:,}"
+            f"{down3(guess or 0.0)} with {factor * certificate.estimation.n:,}"
             for factor, guess in zip(_FACTORS, guesses, strict=True)
         )
-        now, unit = _floor(certificate.bound(bits).rho), "bit" if bits == 1.0 else "bits"
+        now, unit = down3(certificate.bound(bits).rho), "bit" if bits == 1.0 else "bits"
         sentences.append(f"at {bits:g} {unit} {now} would become about {about}")
     return f"More estimation records, an estimate and not a bound: {'; '.join(sentences)}."
 
@@ -121,10 +122,6 @@ def _span(winner: Winner) -> str:
 
 def _bits(value: float) -> str:
     return f"{value:.4g}" if value >= 1e4 or 0.0 < value < 0.01 else f"{value:.2f}"
-
-
-def _floor(value: float) -> str:
-    return f"{math.floor(value * 1e3) / 1e3:.3f}"
 
 
 def _ceil(value: float) -> str:

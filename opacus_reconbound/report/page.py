@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from opacus_reconbound import _atomic
 from opacus_reconbound._files import check_writable
+from opacus_reconbound._rounding import down3
 from opacus_reconbound.certificates.certificate import ReconstructionBound, SourceCertificate
 from opacus_reconbound.engine import Forecast
 from opacus_reconbound.errors import InvalidValueError
@@ -159,7 +160,7 @@ def _page(run: Run, picture: str) -> str:
     certificate, bound = run.certificate, run.bound
     floor = run.forecast.min_rho
     figures = [
-        (_down(bound.rho), "ρ* guaranteed" + ("" if floor is None else f", floor {floor:g}")),
+        (down3(bound.rho), "ρ* guaranteed" + ("" if floor is None else f", floor {floor:g}")),
         (_up(bound.leakage_bits), "bits about one record, at most (γ)"),
         *(
             [(_up(run.epsilon), f"ε at δ = {run.delta:.2g}")]
@@ -184,7 +185,7 @@ def _page(run: Run, picture: str) -> str:
         ("records", f"{certificate.reference.n:,} reference, {certificate.estimation.n:,} estimation"),
         ("confidence", f"{bound.confidence:g}"),
         ("ρ* relative to", bound.normaliser),
-        ("ρ* at zero leakage", _down(certificate.highest_rho)),
+        ("ρ* at zero leakage", down3(certificate.highest_rho)),
         *(("assumption", text) for text in certificate.assumptions),
     ]
     settings = [
@@ -235,10 +236,6 @@ def _table(rows: Sequence[tuple[str, ...]], header: tuple[str, ...] = (), *, sty
     head = f"<tr>{''.join(f'<th>{_text(cell)}</th>' for cell in header)}</tr>" if header else ""
     body = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f'<table class="{style}">{head}{body}</table>'
-
-
-def _down(value: float) -> str:
-    return f"{math.floor(value * 1e3) / 1e3:.3f}"
 
 
 def _up(value: float) -> str:
